@@ -1,0 +1,217 @@
+"""From sweeps to autograd: one `autograd.Function` from (x, effective parameters) to
+(outputs, penalty). Its forward runs the first two sweeps, its backward the last two."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import sweeps
+from .errors import StaleGraphError, ThirdDerivativeError
+from .losses import Loss
+from .penalties import LossGradient, Penalty
+from .plan import Plan
+from .rules import add
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """The sweeps of one plan with its penalty, as functions of tensors."""
+
+    plan: Plan
+    penalty: Penalty
+    debug: bool = False
+
+    def first(
+        self, leaves: Mapping[int, Tensor], extra: Sequence[Any], keep: bool = True
+    ) -> tuple[list[Tensor], Tensor, list[Tensor], sweeps.State]:
+        """Forward and backward sweep: (outputs, penalty per example, q₀, state)."""
+        plan, penalty = self.plan, self.penalty
+        watch = sweeps.finite_watch(plan) if self.debug else None
+        state = sweeps.forward(plan, leaves, watch)
+        outputs = [state.values[v] for v in plan.outputs]
+        seed = penalty.seed(state.values[plan.target], *extra)
+        xi = sweeps.backward(plan, state, seed, keep=keep, watch=watch)
+        xi = [
+            torch.zeros_like(leaves[v]) if u is None else u
+            for v, u in zip(plan.penalised, xi, strict=True)
+        ]
+        values, q0 = penalty.measure(xi, *extra)
+        return outputs, values, q0, state
+
+    def last(
+        self,
+        state: sweeps.State,
+        q0: Sequence[Tensor],
+        extra: Sequence[Any],
+        grad_outputs: Mapping[int, Tensor | None],
+        grad_values: Tensor | None,
+        keep: bool = False,
+    ) -> list[Tensor | None]:
+        """Tangent and second sweep: gradients of the penalised inputs and effective parameters.
+
+        With q₀ = ḡ⊙∇p and h the tangent of the output, the second sweep starts from the
+        outputs' gradients plus the head (∂v/∂out)* h plus the curvature sources.
+        """
+        plan, penalty = self.plan, self.penalty
+        watch = sweeps.finite_watch(plan) if self.debug else None
+        gamma: dict[int, Tensor] = {}
+        if grad_values is not None:
+            start = {
+                v: (grad_values.reshape(-1, *(1,) * (q.dim() - 1)) * q).to(q.dtype)
+                for v, q in zip(plan.penalised, q0, strict=True)
+            }
+            h, gamma = sweeps.tangent(plan, state, start, keep=keep, watch=watch)
+            if plan.needs_head_tangent and h is not None and plan.target in plan.trained:
+                head = penalty.head(state.values[plan.target], h, *extra)
+                _join(gamma, plan.target, head)
+        for v, grad in grad_outputs.items():
+            if v in plan.trained:
+                _join(gamma, v, grad)
+        gamma = sweeps.second(plan, state, gamma, keep=keep, watch=watch)
+        return [
+            gamma.get(v) if v in plan.trained else None for v in (*plan.penalised, *plan.effective)
+        ]
+
+    def step(
+        self,
+        leaves: Mapping[int, Tensor],
+        extra: Sequence[Any],
+        loss: Loss | None,
+        target: Any,
+        weight: float,
+    ) -> tuple[list[Tensor], Tensor, Tensor, list[Tensor | None], dict[str, Tensor]]:
+        """All four sweeps: (outputs, loss, penalty, gradients of loss + weight·penalty, buffers).
+
+        With weight 0 this is a plain training step: forward and second sweep alone.
+        """
+        plan, penalty = self.plan, self.penalty
+        if weight == 0:
+            state = sweeps.forward(plan, leaves)
+            outputs, q0 = [state.values[v] for v in plan.outputs], []
+            values = None
+        else:
+            outputs, values, q0, state = self.first(leaves, extra)
+        out = state.values[plan.target]
+        batch = leaves[plan.penalised[0]].shape[0]
+        grad_out, loss_value = None, torch.zeros((), device=out.device)
+        if loss is not None:
+            loss_value = loss.values(out, target).mean()
+            shared = isinstance(penalty, LossGradient) and penalty.loss is loss
+            gradient = penalty.seed(out, *extra) if shared else loss.gradient(out, target)
+            grad_out = gradient / batch
+        grad_values = None
+        penalty_value = torch.zeros((), device=out.device)
+        if values is not None:
+            penalty_value = penalty.reduce(values)
+            per_value = torch.full_like(values, weight)
+            grad_values = per_value / batch if penalty.reduction == "mean" else per_value
+        mutated = _mutations(plan, state)
+        grads = self.last(state, q0, extra, {plan.target: grad_out}, grad_values)
+        return outputs, loss_value, penalty_value, grads, mutated
+
+
+def _join(gamma: dict[int, Tensor], value: int, grad: Tensor | None) -> None:
+    if grad is not None:
+        gamma[value] = add(gamma.get(value), grad)  # type: ignore[assignment]
+
+
+@dataclass(eq=False)
+class Job:
+    """One call: its program, the values no gradient is asked of, and what backward needs."""
+
+    program: Any
+    constants: Mapping[int, Tensor]
+    extra: tuple
+    mutations: dict[str, Tensor] = field(default_factory=dict)
+
+    def leaves(self, tensors: Sequence[Tensor]) -> dict[int, Tensor]:
+        plan = self.program.plan
+        named = dict(zip((*plan.penalised, *plan.effective), tensors, strict=True))
+        return {**named, **self.constants}
+
+
+class Bridge(torch.autograd.Function):
+    """(x…, effective parameters…) ↦ (outputs…, penalty)."""
+
+    @staticmethod
+    def forward(ctx: Any, job: Job, *tensors: Tensor) -> tuple[Tensor, ...]:
+        program: Program = job.program
+        leaves = job.leaves([t.detach() for t in tensors])
+        outputs, values, q0, state = program.first(leaves, job.extra)
+        job.mutations.update(_mutations(program.plan, state))
+        ctx.set_materialize_grads(False)
+        ctx.job, ctx.q0, ctx.state, ctx.batch = job, q0, state, values.shape[0]
+        ctx.inputs = tensors
+        ctx.versions = [t._version for t in tensors]
+        # an alias each: a saved value that became an output would keep this node alive for ever
+        results = tuple(out.detach() for out in outputs)
+        ctx.mark_non_differentiable(
+            *(r for r in results if not (r.is_floating_point() or r.is_complex()))
+        )
+        return (*results, program.penalty.reduce(values))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        if ctx.state is None:
+            raise StaleGraphError(
+                "backward a second time: the sweeps' values were freed; pass retain_graph=True "
+                "to the first backward"
+            )
+        _check_versions(ctx)
+        keep = torch._C._autograd._get_current_graph_task_keep_graph()
+        program: Program = ctx.job.program
+        *outputs, penalty = grads
+        with torch.no_grad(), _no_autocast():
+            weights = None if penalty is None else program.penalty.unreduce(penalty, ctx.batch)
+            seeds = dict(zip(program.plan.outputs, outputs, strict=True))
+            found = program.last(ctx.state, ctx.q0, ctx.job.extra, seeds, weights, keep=keep)
+        if not keep:
+            ctx.state = ctx.q0 = None
+        if torch.is_grad_enabled():
+            found = _forbid_third(found, ctx.inputs)
+        if not keep:
+            ctx.inputs = None
+        return (None, *found)
+
+
+def _mutations(plan: Plan, state: sweeps.State) -> dict[str, Tensor]:
+    return {name: state.values[v] for name, v in plan.mutations.items()}
+
+
+def _no_autocast() -> torch.autocast:
+    """The graph holds its casts explicitly; nothing is to be cast again."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.autocast(device, enabled=False)
+
+
+def _check_versions(ctx: Any) -> None:
+    for tensor, version in zip(ctx.inputs, ctx.versions, strict=True):
+        if tensor._version != version:
+            raise StaleGraphError(
+                f"a tensor of shape {tuple(tensor.shape)} that the forward sweep read was changed "
+                "in place before backward (an optimiser step in between?); run forward again"
+            )
+
+
+class _NoThird(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, grad: Tensor, *inputs: Tensor) -> Tensor:
+        return grad.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, ...]:
+        raise ThirdDerivativeError(
+            "the gradient of a gradient penalty's gradient is a third derivative, which the four "
+            "sweeps do not give; use stock autograd (create_graph=True) on the network itself"
+        )
+
+
+def _forbid_third(
+    grads: Sequence[Tensor | None], inputs: Sequence[Tensor]
+) -> list[Tensor | None]:
+    return [None if g is None else _NoThird.apply(g, *inputs) for g in grads]  # type: ignore[misc]

@@ -1,0 +1,311 @@
+"""nn.Module → Graph: `torch.export` (non-strict), then functionalised, composite operators whole.
+
+The graph keeps `linear`, `conv2d`, `layer_norm`, `scaled_dot_product_attention`, … as single
+nodes. Autocast appears as explicit casts, buffer updates as outputs, recurrent layers unrolled,
+and regions under `no_grad` end in `stop_gradient`.
+"""
+
+from __future__ import annotations
+
+import operator
+import os
+import traceback
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch._decomp
+from torch import Tensor, nn
+from torch.export.graph_signature import InputKind, OutputKind, TensorArgument
+
+from .errors import CaptureError
+from .graph import Graph, Meta, Node, Ref, refs
+
+aten = torch.ops.aten
+
+_library = torch.library.Library("doubleback", "FRAGMENT")
+_library.define("stop_gradient(Tensor x) -> Tensor")
+_library.impl("stop_gradient", lambda x: x.detach().clone(), "CompositeExplicitAutograd")
+stop_gradient = torch.ops.doubleback.stop_gradient.default
+
+
+def capture(net: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> Graph:
+    """The program that `net(*args, **kwargs)` runs for inputs of these shapes and dtypes.
+
+    Nothing in `net` changes. Raises `CaptureError` with the line of the model that stopped it.
+    """
+    args, kwargs = torch.utils._pytree.tree_map_only(
+        Tensor, lambda t: t.detach(), (args, dict(kwargs))
+    )
+    try:
+        with warnings.catch_warnings(), torch.enable_grad():
+            warnings.simplefilter("ignore")
+            program = torch.export.export(net, args, kwargs, strict=False)
+            _mark_stopped(program.graph_module)
+            program = program.run_decompositions(_decompositions())
+    except Exception as error:
+        raise CaptureError(
+            f"{type(net).__name__} cannot be captured: {_first_line(error)}\n"
+            f"  stopped at {_model_line(error)}\n"
+            "  Remedy: keep Python control flow independent of tensor values, or let the network "
+            "run on autograd (strict=False)."
+        ) from error
+    return _convert(program)
+
+
+def _mark_stopped(module: torch.fx.GraphModule) -> None:
+    """End `detach` and `no_grad` regions in `stop_gradient`, which functionalising keeps."""
+    for child in module.modules():
+        if not isinstance(child, torch.fx.GraphModule):
+            continue
+        for node in list(child.graph.nodes):
+            if node.op != "call_function":
+                continue
+            if node.target in (aten.detach.default, aten.detach_.default):
+                node.target = stop_gradient
+            elif str(node.target) == "wrap_with_set_grad_enabled" and node.args[0] is False:
+                for item in list(node.users):
+                    with child.graph.inserting_after(item):
+                        stopped = child.graph.call_function(stop_gradient, (item,))
+                    stopped.meta = dict(item.meta)
+                    item.replace_all_uses_with(
+                        stopped, delete_user_cb=lambda user, own=stopped: user is not own
+                    )
+        child.recompile()
+
+
+def _decompositions() -> dict:
+    """Recurrent layers become cells; attention with dropout, GLU, dropout variants and named
+    paddings become the products, activations and pads they are made of."""
+    table = torch._decomp.decomposition_table
+    recurrent = (aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input)
+    chosen = {op: table[op] for op in recurrent if op in table}
+    chosen[aten.scaled_dot_product_attention.default] = _attention_products
+    chosen[aten.glu.default] = _glu
+    chosen[aten.instance_norm.default] = _instance_norm
+    for name in ("feature_dropout", "alpha_dropout", "feature_alpha_dropout"):
+        chosen[getattr(aten, name).default] = _dropout_variant(name)
+    for n in (1, 2, 3):
+        chosen[getattr(aten, f"conv{n}d").padding] = _padded_convolution(n)
+    return chosen
+
+
+def _glu(x, dim=-1):
+    """GLU(a, b) = a ⊙ σ(b)."""
+    a, b = x.chunk(2, dim)
+    return a * torch.sigmoid(b)
+
+
+def _instance_norm(
+    x, weight, bias, running_mean, running_var, use_input_stats, momentum, eps, cudnn_enabled
+):
+    """With running statistics: their update apart from the norm, or batch norm's eval form."""
+    if running_mean is None:
+        return NotImplemented
+    if not use_input_stats:
+        return aten.batch_norm(
+            x, weight, bias, running_mean, running_var, False, momentum, eps, cudnn_enabled
+        )
+    axes = list(range(2, x.dim()))
+    mean = stop_gradient(x.mean(axes).mean(0))
+    var = stop_gradient(x.var(axes).mean(0))
+    running_mean.copy_((1 - momentum) * running_mean + momentum * mean)
+    running_var.copy_((1 - momentum) * running_var + momentum * var)
+    return aten.instance_norm(x, weight, bias, None, None, True, momentum, eps, cudnn_enabled)
+
+
+def _dropout_variant(name: str):
+    """Dropout of whole channels, and dropout that keeps mean and variance of SELU nets."""
+
+    def decomposed(x, p, train):
+        if not train or p == 0:
+            return x.clone()
+        shape = x.shape[:2] + (1,) * (x.dim() - 2) if "feature" in name else x.shape
+        keep = torch.empty(shape, dtype=x.dtype, device=x.device).bernoulli_(1 - p)
+        if "alpha" not in name:
+            return x * (keep / (1 - p))
+        alpha = 1.7580993408473766  # λα of SELU, the value of a dropped unit
+        a = (1 / (1 - p) / (1 + p * alpha**2)) ** 0.5 if p < 1 else 0.0
+        return x * (keep * a) + ((keep - 1) * (alpha * a) + alpha * a * p)
+
+    return decomposed
+
+
+def _padded_convolution(n: int):
+    """padding='same' or 'valid': an explicit pad where it is not symmetric, then convolve."""
+
+    def decomposed(x, weight, bias=None, stride=1, padding="valid", dilation=1, groups=1):
+        dilations = list(dilation) if isinstance(dilation, (list, tuple)) else [dilation]
+        dilations = dilations * n if len(dilations) == 1 else dilations
+        sizes = weight.shape[2:]
+        totals = [0] * n
+        if padding == "same":
+            totals = [d * (k - 1) for k, d in zip(sizes, dilations, strict=True)]
+        extra = [total % 2 for total in totals]
+        if any(extra):
+            x = torch.constant_pad_nd(x, [e for size in reversed(extra) for e in (0, size)])
+        halves = [total // 2 for total in totals]
+        return getattr(aten, f"conv{n}d").default(x, weight, bias, stride, halves, dilation, groups)
+
+    return decomposed
+
+
+def _attention_products(
+    query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None,
+    enable_gqa=False,
+):  # fmt: skip
+    """softmax(scale·QKᵀ + mask) V as separate nodes, where the whole operator has no rule:
+    with dropout, and with a mask that carries a gradient (relative position bias)."""
+    if dropout_p == 0.0 and not (attn_mask is not None and attn_mask.requires_grad):
+        return NotImplemented
+    if enable_gqa:
+        key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
+        value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    if is_causal:
+        n, m = query.shape[-2], key.shape[-2]
+        attn_mask = torch.ones(n, m, dtype=torch.bool, device=query.device).tril()
+    # the square root on both factors, as the stock path rounds it
+    scores = (query * scale**0.5) @ (key.transpose(-2, -1) * scale**0.5)
+    if attn_mask is not None:
+        if attn_mask.dtype == torch.bool:
+            scores = scores.masked_fill(attn_mask.logical_not(), float("-inf"))
+        else:
+            scores = scores + attn_mask
+        weights = aten._safe_softmax(scores, -1)  # a row that is masked throughout gives 0
+    else:
+        weights = torch.softmax(scores, -1)
+    if dropout_p > 0.0:
+        weights = torch.dropout(weights, dropout_p, True)
+    return weights @ value
+
+
+def _convert(program: torch.export.ExportedProgram) -> Graph:
+    values: list[Meta | None] = []
+    number: dict[tuple[torch.fx.Node, int], int] = {}
+    nodes: list[Node] = []
+
+    def new_value(tensor: Any) -> int:
+        meta = None
+        if isinstance(tensor, Tensor):
+            meta = Meta(tuple(int(s) for s in tensor.shape), tensor.dtype, tensor.device)
+        values.append(meta)
+        return len(values) - 1
+
+    def translate(item: Any) -> Any:
+        if isinstance(item, torch.fx.Node):
+            if (item, 0) not in number:
+                raise CaptureError(f"{item} has no tensor value; used at {_source(item)}")
+            return Ref(number[item, 0])
+        if isinstance(item, (tuple, list)):
+            return type(item)(translate(part) for part in item)
+        if isinstance(item, dict):
+            return {key: translate(part) for key, part in item.items()}
+        return item
+
+    placeholders: dict[str, int] = {}
+    for fx_node in program.graph.nodes:
+        if fx_node.op == "placeholder":
+            number[fx_node, 0] = placeholders[fx_node.name] = new_value(fx_node.meta.get("val"))
+        elif fx_node.op == "call_function":
+            if fx_node.target is operator.getitem:
+                number[fx_node, 0] = number[fx_node.args[0], fx_node.args[1]]
+                continue
+            result = fx_node.meta.get("val")
+            if result is None:  # an assertion: checked by capture itself
+                continue
+            many = isinstance(result, (tuple, list))
+            results = result if many else (result,)
+            if not isinstance(fx_node.target, torch._ops.OpOverload) or any(
+                part is not None and not isinstance(part, Tensor) for part in results
+            ):
+                raise CaptureError(
+                    f"{fx_node.target} cannot be swept: it is control flow or yields a Python "
+                    f"number; stopped at {_source(fx_node)}"
+                )
+            args, kwargs = translate(fx_node.args), translate(fx_node.kwargs)
+            outputs = []
+            for position, part in enumerate(results):
+                number[fx_node, position] = new_value(part)
+                outputs.append(number[fx_node, position])
+            inputs = (*refs(args), *refs(kwargs))
+            nodes.append(
+                Node(len(nodes), fx_node.name, fx_node.target, args, kwargs, inputs,
+                     tuple(outputs), many, _source(fx_node))
+            )  # fmt: skip
+        elif fx_node.op == "get_attr":
+            raise CaptureError(f"control flow {fx_node.target} cannot be swept")
+    signature = program.graph_signature
+    inputs, state, constants = _read_inputs(program, signature, placeholders)
+    outputs, mutations = [], {}
+    results = program.graph.output_node().args[0]
+    for spec, result in zip(signature.output_specs, results, strict=True):
+        if spec.kind is OutputKind.BUFFER_MUTATION:
+            mutations[spec.target] = number[result, 0]
+        elif spec.kind is OutputKind.USER_OUTPUT:
+            is_tensor = isinstance(spec.arg, TensorArgument)
+            outputs.append(number[result, 0] if is_tensor else (result,))
+        else:
+            raise CaptureError(
+                f"the network changes {spec.target or spec.arg} in place ({spec.kind.name}); "
+                "clone it first"
+            )
+    consumers: dict[int, list[int]] = {}
+    for node in nodes:
+        for value in dict.fromkeys(node.inputs):
+            consumers.setdefault(value, []).append(node.index)
+    return Graph(
+        tuple(nodes), tuple(values), inputs, state, constants, tuple(outputs),
+        program.call_spec.out_spec, mutations,
+        {value: tuple(users) for value, users in consumers.items()},
+    )  # fmt: skip
+
+
+def _read_inputs(program, signature, placeholders):
+    inputs: list[int | None] = []
+    state: dict[str, int] = {}
+    constants: dict[int, Tensor] = {}
+    for spec in signature.input_specs:
+        value = placeholders.get(spec.arg.name)
+        if spec.kind is InputKind.USER_INPUT:
+            inputs.append(value if isinstance(spec.arg, TensorArgument) else None)
+        elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
+            state[spec.target] = value
+        elif spec.kind is InputKind.CONSTANT_TENSOR:
+            constants[value] = program.constants[spec.target]
+        else:
+            raise CaptureError(f"an input of kind {spec.kind.name} cannot be swept: {spec.target}")
+    return tuple(inputs), state, constants
+
+
+_TORCH = os.path.dirname(os.path.abspath(torch.__file__))
+
+
+def _source(node: torch.fx.Node) -> str:
+    """'file.py:31: the line', where the model called this operator."""
+    trace = node.meta.get("stack_trace") or ""
+    lines = [line.strip() for line in trace.splitlines() if line.strip()]
+    for position in range(len(lines) - 1, -1, -1):
+        if lines[position].startswith("File "):
+            path, line = lines[position].split(",")[:2]
+            name = os.path.basename(path[5:].strip().strip('"'))
+            code = lines[position + 1] if position + 1 < len(lines) else ""
+            return f"{name}:{line.strip().removeprefix('line ')}: {code}"
+    return str(node.target)
+
+
+def _model_line(error: BaseException) -> str:
+    """The innermost line of the traceback that is not PyTorch's own."""
+    found = "an unknown line"
+    for frame in traceback.extract_tb(error.__traceback__):
+        path = os.path.abspath(frame.filename)
+        inside = path.startswith((_TORCH, os.path.dirname(os.path.abspath(__file__))))
+        if not inside and os.path.exists(path) and "contextlib" not in path:
+            found = f"{os.path.basename(path)}:{frame.lineno}: {frame.line}"
+    return found
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip().splitlines()
+    return text[0] if text else type(error).__name__

@@ -1,0 +1,340 @@
+"""The library's own oracles, for users and for its tests.
+
+`check` compares a whole model with autograd in float64; `check_rule` compares one operator's
+rule with autograd and with finite differences.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from .errors import CheckError, InputError
+from .graph import Meta, Node, Ref, map_refs
+from .penalised import Penalised
+from .rules import Call, Rule, find_rule
+
+TOLERANCE = 1e-10  # relative, float64
+
+
+@dataclass(frozen=True)
+class Row:
+    """One compared tensor: ‖ours − oracle‖ / ‖oracle‖, and the two norms."""
+
+    name: str
+    error: float
+    ours: float
+    oracle: float
+
+
+@dataclass(frozen=True)
+class CheckReport:
+    """The comparison, worst first; prints as a table."""
+
+    rows: tuple[Row, ...]
+    tolerance: float
+    title: str = ""
+
+    @property
+    def worst(self) -> float:
+        """The largest relative error."""
+        return max((row.error for row in self.rows), default=0.0)
+
+    @property
+    def passed(self) -> bool:
+        return all(row.error <= self.tolerance for row in self.rows)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "passed": self.passed,
+            "worst": self.worst,
+            "tolerance": self.tolerance,
+            "rows": [vars(row) for row in self.rows],
+        }
+
+    def __str__(self) -> str:
+        width = max([len(row.name) for row in self.rows] + [8])
+        lines = [self.title] if self.title else []
+        lines.append(f"{'quantity':<{width}}  {'relative error':>14}  {'‖ours‖':>10}  {'‖oracle‖':>10}")
+        for row in sorted(self.rows, key=lambda r: -r.error):
+            mark = "" if row.error <= self.tolerance else "  ← wrong"
+            lines.append(
+                f"{row.name:<{width}}  {row.error:>14.1e}  {row.ours:>10.3e}  "
+                f"{row.oracle:>10.3e}{mark}"
+            )
+        verdict = "agrees with" if self.passed else "DISAGREES with"
+        lines.append(f"{verdict} the oracle; worst {self.worst:.1e}, allowed {self.tolerance:.0e}")
+        return "\n".join(lines)
+
+
+def compare(pairs: Mapping[str, tuple[Tensor | None, Tensor | None]]) -> list[Row]:
+    """Relative errors. A tensor that is zero for the oracle is measured against the largest
+    one beside it, since nothing smaller than that one's rounding can be asked of it."""
+    wide = {
+        name: tuple(None if t is None else t.detach().double() for t in pair)
+        for name, pair in pairs.items()
+    }
+    norms = {n: float(o.norm()) if o is not None else 0.0 for n, (_, o) in wide.items()}
+    scale = max(norms.values(), default=0.0)
+    rows = []
+    for name, (ours, oracle) in wide.items():
+        ours_norm = float(ours.norm()) if ours is not None else 0.0
+        if ours is None or oracle is None:
+            difference = max(ours_norm, norms[name])
+        else:
+            difference = float((ours - oracle).norm())
+        floor = max(norms[name], 1e-6 * scale, 1e-300)
+        error = difference / floor
+        rows.append(Row(name, error if error == error else float("inf"), ours_norm, norms[name]))
+    return rows
+
+
+def check(
+    model: Penalised, *args: Any, tolerance: float = TOLERANCE, seed: int = 0, **kwargs: Any
+) -> CheckReport:
+    """Compare this very model with autograd's double backward in float64.
+
+    The arguments are those of a call, `check(model, x, y)`. Output, penalty, the gradient of
+    every parameter and of x, and updated buffers are compared on a float64 copy, with the same
+    random numbers; `model` itself does not change. Returns a report; raises `CheckError` where
+    the relative error exceeds `tolerance`.
+
+    >>> import torch, doubleback as db
+    >>> model = db.Penalised(torch.nn.Linear(3, 1), db.OutputGradient())
+    >>> db.check(model, torch.randn(2, 3)).worst < 1e-10
+    True
+    """
+    if not isinstance(model, Penalised):
+        raise InputError(f"check takes a Penalised model, not {type(model).__name__}")
+    args, kwargs = _double((args, kwargs))
+    engine, oracle = (copy.deepcopy(model).double() for _ in range(2))
+    engine.strict, engine.compile_mode = True, False
+    ours = _measure(engine, engine.forward, args, kwargs, seed)
+    theirs = _measure(oracle, _oracle_forward(oracle), args, kwargs, seed)
+    report = CheckReport(
+        tuple(compare({name: (ours.get(name), theirs.get(name)) for name in {**theirs, **ours}})),
+        tolerance,
+        f"{type(model.net).__name__} with {model.penalty!r}, float64 against autograd",
+    )
+    if not report.passed:
+        raise CheckError(str(report), report)
+    return report
+
+
+def _oracle_forward(model: Penalised) -> Any:
+    return lambda *args, **kwargs: model._on_autograd(model._take_apart(args, kwargs))
+
+
+def _double(tree: Any) -> Any:
+    def convert(t: Tensor) -> Tensor:
+        t = t.detach()
+        return t.double() if t.is_floating_point() else t
+
+    return pytree.tree_map_only(Tensor, convert, tree)
+
+
+def _measure(
+    model: Penalised, forward: Any, args: Any, kwargs: Any, seed: int
+) -> dict[str, Tensor | None]:
+    """Everything a training step yields, for a fixed random weighting of outputs and penalty."""
+    args, kwargs = pytree.tree_map_only(Tensor, lambda t: t.clone(), (args, kwargs))
+    call = model._take_apart(args, kwargs)
+    for x in call.x:
+        x.requires_grad_()
+    devices = [x.device for x in call.x if x.is_cuda]
+    with torch.random.fork_rng(devices), torch.autocast("cuda", enabled=False):
+        torch.manual_seed(seed)
+        result, penalty = forward(*args, **kwargs)
+    outputs = [
+        t for t in pytree.tree_leaves(result) if isinstance(t, Tensor) and t.is_floating_point()
+    ]
+    generator = torch.Generator().manual_seed(seed)
+    total = penalty.double().sum()
+    for out in outputs:
+        weights = torch.randn(out.shape, generator=generator, dtype=torch.float64)
+        total = total + (out * weights.to(out.device)).sum() / max(out.numel(), 1)
+    if total.requires_grad:
+        total.backward()
+    found: dict[str, Tensor | None] = {"penalty": penalty}
+    found.update({f"output {i}": out for i, out in enumerate(outputs)})
+    found.update({f"∇ input {i}": x.grad for i, x in enumerate(call.x)})
+    found.update({f"∇ {n}": p.grad for n, p in model.net.named_parameters() if p.requires_grad})
+    found.update(
+        {f"buffer {n}": b for n, b in model.net.named_buffers() if b.is_floating_point()}
+    )
+    return found
+
+
+# --------------------------------------------------------------------------------- rules
+
+
+def check_rule(
+    op: Any,
+    *args: Any,
+    rule: Rule | None = None,
+    tolerance: float = TOLERANCE,
+    finite_differences: bool = True,
+    seed: int = 0,
+    **kwargs: Any,
+) -> CheckReport:
+    """Compare one operator's rule with autograd, and with finite differences as a second opinion.
+
+    op: an ATen overload, `torch.ops.aten.tanh.default`; args: float64 sample arguments. Checked:
+    forward, backward, tangent, curvature, and the structure flags that the planner trusts (a
+    linear or piecewise linear rule must have no curvature). Raises `CheckError`.
+
+    >>> import torch, doubleback as db
+    >>> report = db.check_rule(torch.ops.aten.tanh.default, torch.randn(4, dtype=torch.float64))
+    >>> report.worst < 1e-10
+    True
+    """
+    sample = _Sample(op, args, kwargs, rule or find_rule(op), seed)
+    rows = compare(sample.against_autograd())
+    report = CheckReport(tuple(rows), tolerance, f"{op}: rule against autograd")
+    if report.passed and finite_differences:
+        second = compare(sample.against_differences())
+        loose = replace(report, rows=tuple(second), tolerance=1e-5)
+        if not loose.passed:
+            raise CheckError(f"{op}: autograd and rule agree, finite differences do not\n{loose}", loose)
+    if not report.passed:
+        raise CheckError(str(report), report)
+    return report
+
+
+class _Sample:
+    """One operator call with random cotangents and tangents for every floating-point input."""
+
+    def __init__(self, op: Any, args: tuple, kwargs: dict, rule: Rule, seed: int) -> None:
+        self.rule = rule
+        self.generator = torch.Generator().manual_seed(seed)
+        tensors: list[Tensor] = []
+
+        def number(item: Any) -> Any:
+            if isinstance(item, Tensor):
+                tensors.append(item.detach())
+                return Ref(len(tensors) - 1)
+            return item
+
+        def walk(item: Any) -> Any:
+            if isinstance(item, (tuple, list)):
+                return type(item)(walk(part) for part in item)
+            if isinstance(item, dict):
+                return {key: walk(part) for key, part in item.items()}
+            return number(item)
+
+        args, kwargs = walk(tuple(args)), walk(kwargs)
+        metas = tuple(Meta(tuple(t.shape), t.dtype, t.device) for t in tensors)
+        many = len(op._schema.returns) > 1 or str(op._schema.returns[0].type).startswith("List")
+        node = Node(0, "sample", op, args, kwargs, tuple(range(len(tensors))), (0,), many, "sample")
+        self.inputs = tensors
+        self.call = Call(node, tuple(tensors), metas)
+        self.floats = [m.differentiable for m in metas]
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            out, saved = rule.forward(self.call)
+        self.call.saved = saved
+        self.outs = tuple(out) if many else (out,)
+        self.call.out = out
+        self.xi = [self._random(o) if o.is_floating_point() else None for o in self.outs]
+        self.q = [self._random(t) if f else None for t, f in zip(tensors, self.floats, strict=True)]
+
+    def _random(self, like: Tensor) -> Tensor:
+        t = torch.randn(like.shape, generator=self.generator, dtype=torch.float64)
+        return t.to(like)
+
+    def _pack(self, parts: Sequence[Any]) -> Any:
+        return tuple(parts) if self.call.node.many else parts[0]
+
+    def _stock(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        out = self.call.apply(inputs)
+        return tuple(out) if self.call.node.many else (out,)
+
+    def _ours(self) -> tuple[Any, Sequence, Sequence]:
+        wanted = tuple(self.floats)
+        pulled = self.rule.backward(self.call, self._pack(self.xi), wanted)
+        pushed, bent = self.rule.both(
+            self.call, self._pack(self.xi), tuple(self.q), wanted, True
+        )
+        return pushed, pulled, bent
+
+    def against_autograd(self) -> dict[str, tuple[Tensor | None, Tensor | None]]:
+        """Reverse mode for backward; reverse over reverse for tangent and curvature."""
+        with torch.no_grad():
+            pushed, pulled, bent = self._ours()
+        pushed = pushed if self.call.node.many else (pushed,)
+        leaves = [
+            t.clone().requires_grad_(f) for t, f in zip(self.inputs, self.floats, strict=True)
+        ]
+        outs = self._stock(leaves)
+        active = [(o, x) for o, x in zip(outs, self.xi, strict=True) if x is not None]
+        seeds = [x.clone().requires_grad_() for _, x in active]
+        chosen = [t for t, f in zip(leaves, self.floats, strict=True) if f]
+        pulls = torch.autograd.grad(
+            [o for o, _ in active], chosen, seeds, create_graph=True, allow_unused=True
+        )
+        total = sum(
+            (g * q).sum()
+            for g, q in zip(pulls, (q for q in self.q if q is not None), strict=True)
+            if g is not None
+        )
+        seconds: Sequence[Any] = [None] * (len(seeds) + len(chosen))
+        if isinstance(total, Tensor) and total.requires_grad:
+            seconds = torch.autograd.grad(total, [*seeds, *chosen], allow_unused=True)
+        pairs: dict[str, tuple[Any, Any]] = {}
+        for i, (a, b) in enumerate(zip(self.outs, outs, strict=True)):
+            pairs[f"forward {i}"] = (a, b)
+        slots = [i for i, f in enumerate(self.floats) if f]
+        for slot, g, s in zip(slots, pulls, seconds[len(seeds) :], strict=True):
+            pairs[f"backward {slot}"] = (pulled[slot], g)
+            pairs[f"curvature {slot}"] = (bent[slot], s)
+        tangents = [p for p, x in zip(pushed, self.xi, strict=True) if x is not None]
+        for i, (mine, theirs) in enumerate(zip(tangents, seconds, strict=False)):
+            pairs[f"tangent {i}"] = (mine, theirs)
+        return pairs
+
+    def against_differences(self, step: float = 1e-5) -> dict[str, tuple[Any, Any]]:
+        """⟨ξ, F(u+tq)⟩ by central differences: first order for the tangent, second order for
+        ⟨curvature, q⟩ = d²/dt² ⟨ξ, F(u+tq)⟩."""
+        with torch.no_grad():
+            pushed, _, bent = self._ours()
+            pushed = pushed if self.call.node.many else (pushed,)
+
+            def pairing(t: float) -> Tensor:
+                moved = [
+                    u if q is None else u + t * q
+                    for u, q in zip(self.inputs, self.q, strict=True)
+                ]
+                outs = self._stock(moved)
+                return sum(
+                    ((x * o).sum() for x, o in zip(self.xi, outs, strict=True) if x is not None),
+                    torch.zeros(()),
+                )
+
+            slope = (pairing(step) - pairing(-step)) / (2 * step)
+            mine = sum(
+                ((x * p).sum() for x, p in zip(self.xi, pushed, strict=True)
+                 if x is not None and p is not None),
+                torch.zeros(()),
+            )  # fmt: skip
+            wide = 1e-3
+            bend = (pairing(wide) - 2 * pairing(0.0) + pairing(-wide)) / wide**2
+            curved = sum(
+                ((s * q).sum() for s, q in zip(bent, self.q, strict=True)
+                 if s is not None and q is not None),
+                torch.zeros(()),
+            )  # fmt: skip
+            scale = sum(float(x.norm()) for x in self.xi if x is not None)
+        return {
+            "⟨ξ, tangent⟩": (mine, slope),
+            "⟨curvature, q⟩": (curved, bend),
+            "scale": (torch.tensor(10 * scale), torch.tensor(10 * scale)),
+        }
+
+
+__all__ = ["CheckReport", "Row", "check", "check_rule", "compare", "map_refs"]

@@ -1,0 +1,138 @@
+"""From command-line arguments to a model and the tensors to call it with."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import importlib
+import sys
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+import doubleback as db
+from doubleback.cli import UsageError
+from doubleback.losses import BinaryCrossEntropy, CrossEntropy, Loss, SquaredError
+
+NORMS = {"squared": db.SquaredNorm, "norm": db.Norm, "deviation": db.Deviation}
+
+
+def build(arguments: argparse.Namespace) -> tuple[db.Penalised, tuple[Tensor, ...]]:
+    """The penalised model and every positional argument it is called with."""
+    torch.manual_seed(arguments.seed)
+    model = _penalised(_call(_find(arguments.factory), arguments.factory), arguments)
+    model.train(model.training and not arguments.eval)
+    inputs = tuple(torch.randn(shape) for shape in arguments.input_shape)
+    return model, (*inputs, *_extras(model, inputs, arguments.classes))
+
+
+def _find(name: str) -> Callable[[], object]:
+    """``package.module:factory``, with the current directory importable."""
+    module_name, _, attribute = name.partition(":")
+    if not module_name or not attribute:
+        raise UsageError(f"{name!r} is not of the form package.module:factory")
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    try:
+        found = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise UsageError(f"cannot import {module_name!r}: {error}") from error
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            raise UsageError(f"{module_name!r} has no {attribute!r}")
+        found = getattr(found, part)
+    if not callable(found):
+        raise UsageError(f"{name!r} is a {type(found).__name__}, not a callable")
+    return found
+
+
+def _call(factory: Callable[[], object], name: str) -> nn.Module:
+    net = factory if isinstance(factory, nn.Module) else factory()
+    if not isinstance(net, nn.Module):
+        raise UsageError(f"{name!r} returned a {type(net).__name__}, not a torch.nn.Module")
+    return net
+
+
+def _penalised(net: nn.Module, arguments: argparse.Namespace) -> db.Penalised:
+    if isinstance(net, db.Penalised):
+        for option in ("penalty", "loss", "norm", "index", "output"):
+            if getattr(arguments, option) is not None:
+                raise UsageError(
+                    f"--{option} has no meaning here: the factory returns a Penalised already"
+                )
+        return net
+    key = arguments.output
+    output = int(key) if key is not None and key.lstrip("-").isdecimal() else key
+    return db.Penalised(net, _penalty(arguments), output=output)
+
+
+def _penalty(arguments: argparse.Namespace):
+    """The penalty named on the command line; an option it does not take is an error."""
+    name = arguments.penalty or "loss-gradient"
+    taken = {
+        "loss-gradient": ("loss", "norm"),
+        "output-gradient": ("index", "norm"),
+        "gradient-match": ("index", "norm"),
+        "bilinear-form": (),
+    }[name]
+    for option in ("loss", "norm", "index"):
+        if option not in taken and getattr(arguments, option) is not None:
+            raise UsageError(f"--{option} has no meaning for --penalty {name}")
+    norm = NORMS[arguments.norm or "squared"]()
+    if name == "loss-gradient":
+        return db.LossGradient(arguments.loss or "cross_entropy", norm=norm)
+    if name == "output-gradient":
+        return db.OutputGradient(arguments.index, norm=norm)
+    if name == "gradient-match":
+        return db.GradientMatch(arguments.index, norm=norm)
+    return db.BilinearForm()
+
+
+def _extras(model: db.Penalised, inputs: tuple[Tensor, ...], classes: int | None):
+    """Random labels, targets or directions of the shapes that the penalty asks for."""
+    penalty, x = model.penalty, inputs[0]
+    if isinstance(penalty, db.LossGradient):
+        return (_labels(penalty.loss, _output(model, inputs), classes),)
+    if isinstance(penalty, db.GradientMatch):
+        return (torch.randn_like(x),)
+    if isinstance(penalty, db.BilinearForm):
+        return (torch.randn_like(_output(model, inputs)), torch.randn_like(x))
+    if getattr(penalty, "extras", 0):
+        raise UsageError(
+            f"{type(penalty).__name__} takes {penalty.extras} extra arguments that cannot be made "
+            "up here: call doubleback.check or explain from Python"
+        )
+    return ()
+
+
+def _output(model: db.Penalised, inputs: tuple[Tensor, ...]) -> Tensor:
+    """The penalised output, from a copy of the net: statistics and random state stay as they are"""
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        out = copy.deepcopy(model.net)(*inputs)
+    path = model.output if isinstance(model.output, tuple) else (model.output,)
+    for key in path:
+        if key is not None:
+            out = out[key]
+    if not isinstance(out, Tensor):
+        raise UsageError(f"the net returns a {type(out).__name__}: choose with --output")
+    return out
+
+
+def _labels(loss: Loss, out: Tensor, classes: int | None) -> Tensor:
+    if isinstance(loss, CrossEntropy):
+        if out.ndim < 2:
+            raise UsageError(
+                f"cross_entropy needs one column per class, the output is {tuple(out.shape)}: "
+                "choose --loss or --penalty"
+            )
+        shape = (out.shape[0], *out.shape[2:])
+        return torch.randint(classes or out.shape[1], shape)
+    if isinstance(loss, BinaryCrossEntropy):
+        return torch.randint(2, out.shape).to(out.dtype)
+    if isinstance(loss, SquaredError):
+        return torch.randn_like(out)
+    raise UsageError(
+        "labels for a loss of your own cannot be made up here: call doubleback.check or explain "
+        "from Python"
+    )

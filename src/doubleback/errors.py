@@ -1,0 +1,51 @@
+"""Every error the library raises on purpose: which operator, which shape, what to do."""
+
+from __future__ import annotations
+
+
+class DoublebackError(Exception):
+    """Base of all errors raised on purpose."""
+
+
+class InputError(DoublebackError, ValueError):
+    """An argument does not fit: the message names it, its shape and the remedy."""
+
+
+class LabelError(InputError):
+    """Labels whose shape, dtype or range does not fit the network's output."""
+
+
+class OutputChoiceError(InputError):
+    """The network returns several tensors, or a choice of output that does not exist."""
+
+
+class CaptureError(DoublebackError, RuntimeError):
+    """The network cannot be captured as a graph; the message quotes the line that stopped it."""
+
+
+class RuleError(DoublebackError, RuntimeError):
+    """A rule is registered twice, is incomplete, or failed on a node."""
+
+
+class ThirdDerivativeError(DoublebackError, RuntimeError):
+    """A gradient of doubleback's gradients was requested."""
+
+
+class StaleGraphError(DoublebackError, RuntimeError):
+    """Backward after the saved values were freed, or after an input was changed in place."""
+
+
+class NonFiniteError(DoublebackError, FloatingPointError):
+    """A NaN or infinity; the message says in which sweep and at which node it first appears."""
+
+
+class CheckError(DoublebackError, AssertionError):
+    """A derivative disagrees with the oracle; ``report`` holds the comparison."""
+
+    def __init__(self, message: str, report: object = None) -> None:
+        super().__init__(message)
+        self.report = report
+
+
+class CaptureWarning(UserWarning):
+    """The network runs on autograd instead of the explicit sweeps."""

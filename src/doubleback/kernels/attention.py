@@ -1,0 +1,633 @@
+"""Attention O = softmax(s·QKᵀ + mask) V: value, vjp, tangent and curvature source.
+
+Layouts are those of ``F.scaled_dot_product_attention``: q (…, Hq, N, E), k (…, Hkv, M, E),
+v (…, Hkv, M, Ev), query head h reads key head h // (Hq/Hkv). The mask (bool, or added to the
+scores) is constant. With P = softmax(S), S = s·QKᵀ + mask, and ⟨P, ·⟩ the sum over one row:
+
+    R = tq Kᵀ + Q tkᵀ,  U = s(R − ⟨P, R⟩)              tangent of log P
+    G = Ξ Vᵀ,           D = ⟨P, G⟩ = ⟨Ξ, O⟩            cotangent of P, and its mean
+    C = P∘(G − D)                                      cotangent of S
+    X = U∘(G − D) + Ξ tvᵀ,  B = P∘(X − ⟨P, X⟩)         tangent of C
+
+    t_out = (P∘U) V + P tv
+    dq = s C K,            dk = s Cᵀ Q,                dv = Pᵀ Ξ
+    sq = s(B K + C tk),    sk = s(Bᵀ Q + Cᵀ tq),       sv = (P∘U)ᵀ Ξ
+
+First-order passes run PyTorch's fused kernels where one applies. Everything else recomputes P from
+the log-sum-exp of its rows: in Triton on CUDA, otherwise in blocks of at most ``BLOCK_ELEMENTS``
+scores, so that memory grows with N + M, never with N·M. A row whose scores are all −∞ has P = 0, as
+in PyTorch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import SDPBackend
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from ..errors import InputError
+from . import attention_triton
+
+aten = torch.ops.aten
+
+# Scores per block: a CPU block stays in cache, a CUDA block fills the device, and a traced program
+# (where every block becomes its own nodes) has few blocks.
+BLOCK_ELEMENTS = {"cpu": 2**19, "cuda": 2**25, "traced": 2**25}
+_ROWS = 64  # fewer rows make thin products: heads are split before rows are
+
+_MATH, _FLASH, _EFFICIENT, _CUDNN = (
+    int(b.value)
+    for b in (
+        SDPBackend.MATH,
+        SDPBackend.FLASH_ATTENTION,
+        SDPBackend.EFFICIENT_ATTENTION,
+        SDPBackend.CUDNN_ATTENTION,
+    )
+)
+
+Maybe = Tensor | None
+# (log-sum-exp (…, Hq, N) in float32 or float64, backend, *tensors for the backend's own backward)
+Residual = tuple[Any, ...]
+
+
+def attention_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Maybe = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> tuple[Tensor, Residual]:
+    """O (…, Hq, N, Ev) and its residual; ``residual[0]`` is log Σ_j exp S_ij, (…, Hq, N).
+
+    >>> import torch
+    >>> q, k, v = torch.ones(3, 2, 4, 7, 8).unbind()
+    >>> out, residual = attention_forward(q, k, v, is_causal=True)
+    >>> out.shape, residual[0].shape
+    (torch.Size([2, 4, 7, 8]), torch.Size([2, 4, 7]))
+    """
+    f = _frame(q, k, v, mask, is_causal, scale, enable_gqa)
+    backend = _backend(f, q, k, v)
+    if backend != _MATH:
+        return _stock_forward(backend, f, q, k, v)
+    (out, lse), _ = f.map(_forward_tile, (f.rows(q),), (f.columns(k), f.columns(v)))
+    out = out.reshape(*f.shape, f.n, v.shape[-1]).to(q.dtype)
+    return out, (lse.reshape(*f.shape, f.n), _MATH)
+
+
+def attention_backward(
+    xi: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    residual: Residual | Tensor,
+    mask: Maybe = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    wanted: Sequence[bool] = (True, True, True),
+) -> tuple[Maybe, Maybe, Maybe]:
+    """(dq, dk, dv) = (∂O)* ξ, None where not wanted; a bare log-sum-exp is a residual too."""
+    if not any(wanted):
+        return None, None, None
+    f = _frame(q, k, v, mask, is_causal, scale, enable_gqa)
+    if isinstance(residual, tuple) and residual[1] != _MATH:
+        grads = _stock_backward(f, xi, q, k, v, out, residual, wanted)
+        return tuple(g if w else None for g, w in zip(grads, wanted, strict=True))  # type: ignore
+    rows = f.rows(q), f.rows(xi), f.mean(xi, out), f.lse(residual)
+    tile = partial(_backward_tile, wanted=tuple(wanted))
+    (dq,), (dk, dv) = f.map(tile, rows, (f.columns(k), f.columns(v)))
+    return f.unfold(dq, q, f.g), f.unfold(dk, k), f.unfold(dv, v)
+
+
+def attention_tangent(
+    tq: Maybe,
+    tk: Maybe,
+    tv: Maybe,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    residual: Residual | Tensor,
+    mask: Maybe = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """t_out = (P∘U) V + P tv; a tangent that is None is zero."""
+    layout = (mask, is_causal, scale, enable_gqa)
+    if tq is None and tk is None and tv is not None:
+        return attention_forward(q, k, tv, *layout)[0]
+    tangents = tq, tk, tv
+    return _second(None, tangents, q, k, v, out, residual, layout, (True, False, False, False))[0]
+
+
+def attention_second(
+    xi: Tensor,
+    tq: Maybe,
+    tk: Maybe,
+    tv: Maybe,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    residual: Residual | Tensor,
+    mask: Maybe = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    wanted: Sequence[bool] = (True, True, True),
+    tangent: bool = True,
+) -> tuple[Maybe, tuple[Maybe, Maybe, Maybe]]:
+    """t_out, and (sq, sk, sv) = ∂⟨ξ, t_out⟩ by q, k, v with ξ and the tangents held fixed.
+
+    A tangent that is None is zero; a result that is not wanted is None.
+    """
+    layout, tangents = (mask, is_causal, scale, enable_gqa), (tq, tk, tv)
+    want = (tangent, *wanted)
+    t_out, sq, sk, sv = _second(xi, tangents, q, k, v, out, residual, layout, want)
+    return t_out, (sq, sk, sv)
+
+
+def _second(xi, tangents, q, k, v, out, residual, layout, want) -> tuple[Any, ...]:
+    """(t_out, sq, sk, sv) where wanted; what no tangent reaches is zero."""
+    f = _frame(q, k, v, *layout)
+    tq, tk, tv = tangents
+    reached = (True, True, True, tq is not None or tk is not None)
+    if tq is None and tk is None and tv is None:
+        reached = (False, False, False, False)
+    run = tuple(w and r for w, r in zip(want, reached, strict=True))
+    if not any(run):
+        results: Sequence[Maybe] = (None,) * 4
+    elif attention_triton.supported(f.mask, q, k, v):
+        xi, tq, q4, out4 = (f.heads(t, f.g) for t in (xi, tq, q, out))
+        tk, tv, k4, v4 = (f.heads(t) for t in (tk, tv, k, v))
+        lse = f.lse(residual).reshape(f.b, f.h * f.g, f.n)
+        options = f.mask, f.causal, f.scale, list(run)
+        results = attention_triton.second(xi, tq, tk, tv, q4, k4, v4, out4, lse, *options)
+        results = f.unfold_all(results, out, q, k, v)
+    else:
+        results = _blocked_second(f, xi, tangents, q, k, v, out, residual, run)
+    pairs = zip(want, results, (out, q, k, v), strict=True)
+    return tuple(torch.zeros_like(t) if w and x is None else x for w, x, t in pairs)
+
+
+def _blocked_second(f: _Frame, xi, tangents, q, k, v, out, residual, run) -> list[Maybe]:
+    tq, tk, tv = tangents
+    left = right = mean = None
+    if tq is not None or tk is not None:
+        # s·R = s [tq, Q] [K, tk]ᵀ: one product.
+        left = f.rows(_beside(tq, None if tk is None else q)) * f.scale
+        right = f.columns(_beside(None if tq is None else k, tk))
+        mean = None if xi is None else f.mean(xi, out)
+    rows = f.rows(q), f.rows(tq), f.rows(xi), left, f.lse(residual), mean
+    columns = f.columns(k), f.columns(tk), f.columns(v), f.columns(tv), right
+    row, column = f.map(partial(_second_tile, run=run), rows, columns)
+    return f.unfold_all([*row, *column], out, q, k, v)
+
+
+def _beside(a: Maybe, b: Maybe) -> Tensor:
+    """[a, b]"""
+    parts = [t for t in (a, b) if t is not None]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+
+
+# Tiles: one block of rows (z, g·n, ·) against its columns (z, m, ·), in float32 or float64.
+# A tile returns what belongs to its rows and what is summed over rows into the columns.
+
+
+def _forward_tile(t: _Tile, q, k, v):
+    scores = t.masked(t.mm(q, k.mT) * t.scale)
+    lse = scores.logsumexp(-1, keepdim=True)
+    p = torch.sub(scores, _finite(lse), out=t.reuse(scores))
+    p = torch.exp(p, out=t.reuse(p))
+    return (t.mm(p, v), lse), ()
+
+
+def _backward_tile(t: _Tile, q, xi, mean, lse, k, v, wanted):
+    p = t.probabilities(q, k, lse)
+    dq = dk = dv = None
+    if wanted[2]:
+        dv = t.mm(p.mT, xi)
+    if wanted[0] or wanted[1]:
+        g = t.mm(xi, v.mT)
+        c = torch.sub(g, mean, out=t.reuse(g))
+        c = torch.mul(c, p, out=t.reuse(c))
+        dq = t.mm(c, k) * t.scale if wanted[0] else None
+        dk = t.mm(c.mT, q) * t.scale if wanted[1] else None
+    return (dq,), (dk, dv)
+
+
+def _second_tile(t: _Tile, q, tq, xi, left, lse, mean, k, tk, v, tv, right, run):
+    want_t, want_q, want_k, want_v = run
+    p = t.probabilities(q, k, lse)
+    pu = t_out = sv = sq = sk = None
+    if left is not None:
+        r = t.mm(left, right.mT)
+        pu = torch.mul(r, p, out=t.reuse(r))
+        pu = torch.addcmul(pu, p, pu.sum(-1, keepdim=True), value=-1, out=t.reuse(pu))
+        t_out = t.mm(pu, v) if want_t else None
+        sv = t.mm(pu.mT, xi) if want_v else None
+    if want_t and tv is not None:
+        t_out = t.mm(p, tv) if t_out is None else t_out + t.mm(p, tv)
+    if want_q or want_k:
+        b, c = _curvature(t, p, pu, xi, mean, v, tv)
+        sq = t.pair(b, k, c, tk) if want_q else None
+        sk = t.pair(b.mT, q, c.mT, tq) if want_k else None
+    return (t_out, sq), (sk, sv)
+
+
+def _curvature(t: _Tile, p, pu, xi, mean, v, tv) -> tuple[Tensor, Tensor]:
+    """B = P∘(X − ⟨P, X⟩) and C = P∘(G − D); where U = 0 nothing reads C, and it stands as P."""
+    px, c = None, p
+    if tv is not None:
+        h = t.mm(xi, tv.mT)
+        px = torch.mul(h, p, out=t.reuse(h))
+    if pu is not None:
+        g = t.mm(xi, v.mT)
+        g = torch.sub(g, mean, out=t.reuse(g))
+        px = pu * g if px is None else torch.addcmul(px, pu, g, out=t.reuse(px))
+        c = torch.mul(g, p, out=t.reuse(g))
+    assert px is not None  # some tangent is there
+    return torch.addcmul(px, p, px.sum(-1, keepdim=True), value=-1, out=t.reuse(px)), c
+
+
+@dataclass(frozen=True)
+class _Tile:
+    """One block: heads [z0, z1) of the folded axis, rows [i0, i1), columns [0, m)."""
+
+    f: _Frame
+    z0: int
+    z1: int
+    i0: int
+    i1: int
+    m: int
+
+    @property
+    def scale(self) -> float:
+        return self.f.scale
+
+    def reuse(self, t: Tensor) -> Maybe:
+        """Where the next result may be written: over `t`, unless a graph is being recorded."""
+        return t if self.f.eager else None
+
+    def mm(self, a: Tensor, b: Tensor) -> Tensor:
+        """a b, in the precision of the softmax."""
+        work, exact = self.f.work, self.f.exact
+        if work == exact:
+            return torch.bmm(a, b)
+        return torch.bmm(a.to(work), b.to(work), out_dtype=exact)
+
+    def pair(self, b: Tensor, x: Tensor, c: Tensor, tx: Maybe) -> Tensor:
+        """s (b x + c tx)"""
+        s = self.mm(b, x)
+        return (s if tx is None else s + self.mm(c, tx)) * self.scale
+
+    def probabilities(self, q: Tensor, k: Tensor, lse: Tensor) -> Tensor:
+        """P = exp(S − lse)"""
+        scores = self.mm(q, k.mT)
+        p = torch.add(-lse, scores, alpha=self.scale, out=self.reuse(scores))
+        p = self.masked(p)
+        return torch.exp(p, out=self.reuse(p))
+
+    def masked(self, scores: Tensor) -> Tensor:
+        f = self.f
+        if f.mask is None and not f.causal:
+            return scores
+        # Blocks of heads divide the heads, or hold whole examples: b × h of them either way.
+        z = self.z1 - self.z0
+        b, h = (z // f.h, f.h) if z >= f.h else (1, z)
+        s = scores.view(b, h, f.g, self.i1 - self.i0, self.m)
+        if f.mask is not None:
+            block = self._mask(f.mask.unflatten(1, (-1, f.g) if f.mask.shape[1] > 1 else (1, 1)))
+            if block.dtype == torch.bool:
+                s = self._without(s, ~block)
+            else:
+                s = torch.add(s, block.to(f.exact), out=self.reuse(s))
+        if f.causal:
+            above = torch.ones(s.shape[-2:], dtype=torch.bool, device=s.device).triu(self.i0 + 1)
+            s = self._without(s, above)
+        return s.view_as(scores)
+
+    def _without(self, s: Tensor, where: Tensor) -> Tensor:
+        return (s.masked_fill_ if self.f.eager else s.masked_fill)(where, -math.inf)
+
+    def _mask(self, mask: Tensor) -> Tensor:
+        """The part of `mask` (b, h, g, N, M), each axis full or 1, that lies in this block."""
+        h = self.f.h
+        ranges = (
+            (self.z0 // h, -(-self.z1 // h)),
+            (self.z0 % h, self.z0 % h + min(h, self.z1 - self.z0)),
+            (0, self.f.g),
+            (self.i0, self.i1),
+            (0, self.m),
+        )
+        pairs = zip(ranges, mask.shape, strict=True)
+        return mask[tuple(slice(*r) if size > 1 else slice(None) for r, size in pairs)]
+
+
+@dataclass(frozen=True)
+class _Frame:
+    """Shapes and options; batch and key heads fold into one axis of length z = b·h.
+
+    Row tensors (q, ξ, O, …) become (z, g, N, ·), column tensors (k, v, …) become (z, M, ·), where
+    g = Hq/Hkv query heads share one key head.
+    """
+
+    shape: tuple[int, ...]  # of the output, without its last two axes
+    batch: tuple[int, ...]
+    b: int
+    h: int
+    g: int
+    n: int
+    m: int
+    mask: Maybe  # (b or 1, h·g or 1, N or 1, M or 1)
+    causal: bool
+    scale: float
+    work: torch.dtype  # of the operands of products
+    exact: torch.dtype  # of the softmax and of sums
+    traced: bool
+    eager: bool  # results may be written over operands
+    limit: int
+
+    def rows(self, t: Maybe) -> Maybe:
+        return None if t is None else self._fold(t.to(self.work), self.n, self.g)
+
+    def columns(self, t: Maybe) -> Maybe:
+        return None if t is None else self._fold(t.to(self.work), self.m, 1).squeeze(1)
+
+    def _fold(self, t: Tensor, length: int, group: int) -> Tensor:
+        t = t.expand(*self.batch, self.h * group, length, t.shape[-1])
+        return t.reshape(self.b * self.h, group, length, t.shape[-1])
+
+    def heads(self, t: Maybe, group: int = 1) -> Any:
+        """`t` as (b, h·group, length, ·); a view where strides allow one."""
+        if t is None:
+            return None
+        t = t.expand(*self.batch, self.h * group, *t.shape[-2:])
+        return t.reshape(self.b, self.h * group, *t.shape[-2:])
+
+    def mean(self, xi: Tensor, out: Tensor) -> Tensor:
+        """D = ⟨ξ, O⟩, (z, g, N, 1)"""
+        d = (xi.to(self.exact) * out.to(self.exact)).sum(-1, keepdim=True)
+        return self._fold(d, self.n, self.g)
+
+    def lse(self, residual: Residual | Tensor) -> Tensor:
+        """(z, g, N, 1); cuDNN keeps a last axis of 1, efficient attention pads N to 32s."""
+        lse = residual[0] if isinstance(residual, tuple) else residual
+        lse = lse.squeeze(-1) if lse.dim() > len(self.shape) + 1 else lse
+        return self._fold(_finite(lse[..., : self.n, None].to(self.exact)), self.n, self.g)
+
+    def unfold(self, t: Maybe, like: Tensor, group: int = 1) -> Maybe:
+        """Back to the shape and dtype of `like`, summed over the axes along which it was spread."""
+        if t is None:
+            return None
+        t = t.reshape(*self.batch, self.h * group, *t.shape[-2:])
+        return t.sum_to_size(like.shape).to(like.dtype)
+
+    def unfold_all(self, results: Sequence[Maybe], out: Tensor, q, k, v) -> list[Maybe]:
+        """(t_out, sq, sk, sv) in the shapes of (out, q, k, v)."""
+        groups = (self.g, self.g, 1, 1)
+        return [self.unfold(*x) for x in zip(results, (out, q, k, v), groups, strict=True)]
+
+    def map(self, tile: Callable, rows: Sequence[Maybe], columns: Sequence[Maybe]):
+        """`tile` over all blocks: row results side by side, column results summed over rows."""
+        by_heads = []
+        step_z, step_i = self._steps()
+        for z0, z1 in _ranges(self.b * self.h, step_z):
+            parts, sums = [], None
+            for i0, i1 in _ranges(self.n, step_i):
+                t = _Tile(self, z0, z1, i0, i1, min(i1, self.m) if self.causal else self.m)
+                args = [None if x is None else x[z0:z1, :, i0:i1].flatten(1, 2) for x in rows]
+                args += [None if x is None else x[z0:z1, : t.m] for x in columns]
+                row, column = tile(t, *args)
+                parts.append([None if x is None else x.unflatten(1, (self.g, -1)) for x in row])
+                sums = self._add(sums, column)
+            by_heads.append(([_cat(x, 2) for x in zip(*parts, strict=True)], sums))
+        row, column = zip(*by_heads, strict=True)
+        return tuple([_cat(x, 0) for x in zip(*each, strict=True)] for each in (row, column))
+
+    def _steps(self) -> tuple[int, int]:
+        """Heads and rows per block; a block of heads divides h or is a multiple of it."""
+        budget = max(1, self.limit // max(1, self.g * self.m))
+        rows = max(1, min(self.n, max(budget // max(1, self.b * self.h), min(budget, _ROWS))))
+        heads = max(1, min(self.b * self.h, budget // rows))
+        if heads >= self.h:
+            return heads - heads % self.h, rows
+        return max(d for d in range(1, heads + 1) if self.h % d == 0), rows
+
+    def _add(self, sums: list[Maybe] | None, parts: Sequence[Maybe]) -> list[Maybe]:
+        """sums + parts, where a causal block's columns end at its last row."""
+        if sums is None:
+            return [None if x is None else F.pad(x, (0, 0, 0, self.m - x.shape[1])) for x in parts]
+        if not self.eager:
+            return [_plus(s, x) for s, x in zip(sums, self._add(None, parts), strict=True)]
+        for s, x in zip(sums, parts, strict=True):
+            if s is not None and x is not None:
+                s[:, : x.shape[1]] += x
+        return sums
+
+
+def _frame(q, k, v, mask, is_causal, scale, enable_gqa) -> _Frame:
+    n, m = q.shape[-2], k.shape[-2]
+    lead_q = q.shape[:-2] or (1,)
+    lead_k = torch.broadcast_shapes(k.shape[:-2], v.shape[:-2]) or (1,)
+    batch = tuple(torch.broadcast_shapes(lead_q[:-1], lead_k[:-1]))
+    hq, h = lead_q[-1], lead_k[-1]
+    if hq != h and hq != 1 and not (h == 1 or (enable_gqa and hq % h == 0)):
+        raise InputError(
+            f"attention: {hq} query heads of q {tuple(q.shape)} cannot share {h} key heads of k "
+            f"{tuple(k.shape)}; pass enable_gqa=True and a number of heads that divides"
+        )
+    g = max(1, hq // h)
+    traced = bool(torch._C._len_torch_dispatch_stack()) or torch.compiler.is_compiling()
+    wrapped = torch.is_grad_enabled() or torch._C._functorch.peek_interpreter_stack() is not None
+    exact = torch.float64 if q.dtype == torch.float64 else torch.float32
+    low = q.dtype in (torch.float16, torch.bfloat16)
+    return _Frame(
+        shape=(*batch, h * g) if max(q.dim(), k.dim(), v.dim()) > 2 else (),
+        batch=batch,
+        b=math.prod(batch),
+        h=h,
+        g=g,
+        n=n,
+        m=m,
+        mask=None if mask is None else _mask4(mask, batch, n, m),
+        causal=is_causal,
+        scale=q.shape[-1] ** -0.5 if scale is None else float(scale),
+        work=q.dtype if low and q.is_cuda else exact,
+        exact=exact,
+        traced=traced,
+        eager=not (traced or wrapped),
+        limit=BLOCK_ELEMENTS["traced" if traced else "cpu" if q.device.type == "cpu" else "cuda"],
+    )
+
+
+def _mask4(mask: Tensor, batch: tuple[int, ...], n: int, m: int) -> Tensor:
+    """(b or 1, heads or 1, N or 1, M or 1), without spreading what is constant."""
+    shape = (1,) * (len(batch) + 3 - mask.dim()) + tuple(mask.shape)
+    mask = mask.reshape(shape)
+    if any(x != 1 for x in shape[: len(batch)]):
+        mask = mask.expand(*batch, *shape[len(batch) :])
+    return mask.reshape(-1, *shape[len(batch) :])
+
+
+def _finite(lse: Tensor) -> Tensor:
+    """exp(−∞ − lse) must be 0 in a row whose scores are all −∞."""
+    return lse.masked_fill(lse == -math.inf, 0.0)
+
+
+def _plus(a: Maybe, b: Maybe) -> Maybe:
+    return b if a is None else a if b is None else a + b
+
+
+def _cat(parts: Sequence[Maybe], dim: int) -> Maybe:
+    if len(parts) == 1 or parts[0] is None:
+        return parts[0]
+    return torch.cat(parts, dim)  # type: ignore[arg-type]
+
+
+def _ranges(length: int, step: int) -> Iterator[tuple[int, int]]:
+    """[0, step), [step, 2·step), …; one empty range where there is nothing."""
+    for i in range(0, max(1, length), step):
+        yield i, min(i + step, length)
+
+
+# PyTorch's fused kernels. Each takes (b, heads, length, ·) and keeps its own log-sum-exp and random
+# state (of no dropout) for its backward.
+
+
+def _backend(f: _Frame, q: Tensor, k: Tensor, v: Tensor) -> int:
+    """The kernel that F.scaled_dot_product_attention would choose here, as an SDPBackend."""
+    spread = any(
+        t.shape[:-2] != (*f.batch, heads) for t, heads in ((q, f.h * f.g), (k, f.h), (v, f.h))
+    )
+    foreign = f.mask is not None and f.mask.dtype not in (torch.bool, q.dtype)
+    if not f.shape or spread or foreign or q.device.type not in ("cpu", "cuda"):
+        return _MATH
+    if f.mask is not None and f.causal:
+        return _MATH
+    call = partial(_choice, f, f.heads(q, f.g), f.heads(k), f.heads(v))
+    backend = call()
+    if backend == _CUDNN and f.mask is not None:
+        # cuDNN's masks do not give zeros in rows without a score.
+        torch.backends.cuda.enable_cudnn_sdp(False)
+        try:
+            backend = call()
+        finally:
+            torch.backends.cuda.enable_cudnn_sdp(True)
+    return backend if backend in (_FLASH, _EFFICIENT, _CUDNN) else _MATH
+
+
+def _choice(f: _Frame, q: Tensor, k: Tensor, v: Tensor) -> int:
+    options: Any = {"is_causal": f.causal, "scale": f.scale, "enable_gqa": f.g > 1}
+    like: Any = {"device": q.device}
+    if not f.traced:
+        return torch._fused_sdp_choice(q, k, v, f.mask, **options)
+    # On the tensors of a trace that function knows no device: watch the real choice on fake ones.
+    with _disable_current_modes(), FakeTensorMode(), torch.no_grad(), _Witness() as seen:
+        fakes = [
+            None if t is None else torch.empty_strided(t.shape, t.stride(), **like, dtype=t.dtype)
+            for t in (q, k, v, f.mask)
+        ]
+        F.scaled_dot_product_attention(*fakes, **options)
+    return seen.backend
+
+
+class _Witness(TorchDispatchMode):
+    """Remembers which fused kernel ran."""
+
+    backend = _MATH
+    kernels: ClassVar = {
+        aten._scaled_dot_product_flash_attention_for_cpu.default: _FLASH,
+        aten._scaled_dot_product_flash_attention.default: _FLASH,
+        aten._scaled_dot_product_efficient_attention.default: _EFFICIENT,
+        aten._scaled_dot_product_cudnn_attention.default: _CUDNN,
+    }
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.backend = self.kernels.get(func, self.backend)
+        return func(*args, **(kwargs or {}))
+
+
+def _stock_forward(backend: int, f: _Frame, q, k, v) -> tuple[Tensor, Residual]:
+    width = v.shape[-1]
+    q, k, v, bias = f.heads(q, f.g), f.heads(k), f.heads(v), _bias(backend, f, q)
+    if q.device.type == "cpu":
+        out, *kept = aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, f.causal, attn_mask=bias, scale=f.scale
+        )
+    elif backend == _FLASH:
+        r = aten._scaled_dot_product_flash_attention(
+            _pad8(q), _pad8(k), _pad8(v), 0.0, f.causal, scale=f.scale
+        )
+        out, *kept = r[0][..., :width], r[1], r[6], r[7]
+    elif backend == _EFFICIENT:
+        out, *kept = aten._scaled_dot_product_efficient_attention(
+            q, k, v, bias, True, 0.0, f.causal, scale=f.scale
+        )
+    else:
+        r = aten._scaled_dot_product_cudnn_attention(
+            q, k, v, bias, True, 0.0, f.causal, scale=f.scale
+        )
+        out, *kept = r[0], r[1], r[6], r[7]
+    lse = kept[0].squeeze(-1) if kept[0].dim() > 3 else kept[0]
+    lse = lse[..., : f.n].reshape(*f.shape, f.n)
+    return out.reshape(*f.shape, f.n, width), (lse, backend, *kept)
+
+
+def _stock_backward(f: _Frame, xi, q, k, v, out, residual, wanted) -> list[Tensor]:
+    _, backend, lse, *rng = residual
+    shapes = q.shape, k.shape, v.shape
+    bias = _bias(backend, f, q)
+    xi, q, out = (f.heads(t, f.g) for t in (xi, q, out))
+    k, v = f.heads(k), f.heads(v)
+    xi = xi if xi.stride(-1) == 1 else xi.contiguous()
+    if q.device.type == "cpu":
+        grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            xi, q, k, v, out, lse, 0.0, f.causal, attn_mask=bias, scale=f.scale
+        )
+    elif backend == _FLASH:
+        padded = [_pad8(t) for t in (xi, q, k, v, out)]
+        grads = aten._scaled_dot_product_flash_attention_backward(
+            *padded, lse, None, None, f.n, f.m, 0.0, f.causal, *rng, scale=f.scale
+        )
+    elif backend == _EFFICIENT:
+        grads = aten._scaled_dot_product_efficient_attention_backward(
+            xi, q, k, v, bias, out, lse, *rng, 0.0, [*wanted, False], f.causal, scale=f.scale
+        )
+    else:
+        grads = aten._scaled_dot_product_cudnn_attention_backward(
+            xi, q, k, v, out, lse, *rng, bias, None, None, f.n, f.m, 0.0, f.causal, scale=f.scale
+        )
+    pairs = zip(grads[:3], shapes, wanted, strict=True)
+    return [g[..., : s[-1]].reshape(s) if w else None for g, s, w in pairs]
+
+
+def _bias(backend: int, f: _Frame, q: Tensor) -> Maybe:
+    """The mask as a term of the scores, in the layout that `backend` asks for."""
+    if f.mask is None:
+        return None
+    bias = f.mask
+    if bias.dtype == torch.bool:
+        bias = torch.zeros_like(bias, dtype=q.dtype).masked_fill(~bias, -math.inf)
+    if backend != _EFFICIENT:
+        return bias
+    bias = bias.expand(*bias.shape[:-1], f.m)
+    bias = F.pad(bias, (0, -f.m % 16))[..., : f.m]  # rows start at multiples of 16
+    return bias.expand(f.b, f.h * f.g, f.n, f.m)
+
+
+def _pad8(t: Tensor) -> Tensor:
+    return F.pad(t, (0, -t.shape[-1] % 8))

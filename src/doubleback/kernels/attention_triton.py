@@ -1,0 +1,407 @@
+"""Tangent and curvature source of attention in Triton, without an N×M matrix in memory.
+
+The formulas are those of ``attention.py``; P is recomputed tile by tile from the log-sum-exp. Two
+kernels: `_rows_kernel` holds a block of query rows and walks along the columns, `_columns_kernel`
+holds a block of key columns and walks down the rows.
+
+The row walk does not know the row means δ = ⟨P, sR⟩ and κ = ⟨P, X⟩ before its end. Both enter
+linearly, so it keeps three sums and combines them last:
+
+    B K + C tk = (P∘X′ K + C tk) − δ′ (C K) − κ′ (P K),   X′ = R′∘(G − D) + H′
+
+where R′ = sR − c and H′ = Ξ tvᵀ − e are shifted by numbers c, e of their row, near δ and κ: the
+shifts cancel in exact arithmetic and keep the rounding of P∘X′ small. δ′ and κ′ are the means of
+the shifted X′. A column block of the keys that stands for all of them gives c and e.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+try:
+    import triton
+    import triton.language as tl
+
+    _jit = triton.jit
+except ImportError:  # CPU builds of torch come without Triton
+    triton = None
+
+    def _jit(kernel):
+        return kernel
+
+
+_MAX_WIDTH = 128
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def supported(mask: Tensor | None, *tensors: Tensor) -> bool:
+    """Whether the kernels take these q, k, v."""
+    first = tensors[0]
+    return (
+        triton is not None
+        and all(t.is_cuda and t.dtype == first.dtype and t.numel() > 0 for t in tensors)
+        and first.dtype in _DTYPES
+        and all(t.shape[-1] <= _MAX_WIDTH for t in tensors)
+        and (mask is None or mask.dtype in (torch.bool, *_DTYPES))
+    )
+
+
+def second(
+    xi: Tensor | None,
+    tq: Tensor | None,
+    tk: Tensor | None,
+    tv: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float,
+    want: list[bool],
+) -> tuple[Tensor | None, ...]:
+    """(t_out, sq, sk, sv), None where `want` says no.
+
+    q, tq, ξ, out (b, Hq, N, ·), k, v and their tangents (b, Hkv, M, ·), lse (b, Hq, N), mask
+    (b or 1, Hq or 1, N or 1, M or 1). Under a dispatch mode (tracing, fake tensors) this is one
+    node, ``doubleback::attention_second``.
+    """
+    traced = torch._C._len_torch_dispatch_stack() or torch.compiler.is_compiling()
+    call = torch.ops.doubleback.attention_second if traced else _launch
+    found = iter(call(xi, tq, tk, tv, q, k, v, out, lse, mask, causal, scale, want))
+    return tuple(next(found) if w else None for w in want)
+
+
+def _empty(want: Sequence[bool], *like: Tensor) -> list[Tensor]:
+    return [torch.empty_like(t) for t, w in zip(like, want, strict=True) if w]
+
+
+def _launch(xi, tq, tk, tv, q, k, v, out, lse, mask, causal, scale, want) -> list[Tensor]:
+    xi, tq, tk, tv, q, k, v, out = (_rowwise(t) for t in (xi, tq, tk, tv, q, k, v, out))
+    results = _empty(want, out, q, k, v)
+    found = iter(results)
+    t_out, sq, sk, sv = (next(found) if w else None for w in want)
+    b, hq, n, e = q.shape
+    h, m, ev = k.shape[1], k.shape[2], v.shape[3]
+    stats = torch.empty(3, b, hq, n, dtype=torch.float32, device=q.device)
+    kind = 0 if mask is None else 1 if mask.dtype == torch.bool else 2
+    mask = q if mask is None else mask.expand(b, hq, n, m)
+    mask = mask.view(torch.uint8) if kind == 1 else mask
+    common: dict[str, Any] = dict(
+        HEADS=hq, GROUP=hq // h, N=n, M=m, scale=scale, E=e, EV=ev,
+        BE=max(16, triton.next_power_of_2(e)), BEV=max(16, triton.next_power_of_2(ev)),
+        TQ=tq is not None, TK=tk is not None, TV=tv is not None, CAUSAL=causal, MASKED=kind,
+        PRECISION=_precision(),
+    )  # fmt: skip
+    shared = lse.contiguous(), stats, mask, *mask.stride()
+    rows = tiles("rows", e, ev, q.element_size())
+    _rows_kernel[(b * hq * triton.cdiv(n, rows["BM"]),)](
+        *_with_strides(q, tq, xi, out, k, tk, v, tv, t_out, sq),
+        *shared, **common, **rows, T=want[0], SQ=want[1], SOURCE=want[1] or want[2],
+    )  # fmt: skip
+    if want[2] or want[3]:
+        columns = tiles("columns", e, ev, q.element_size())
+        _columns_kernel[(b * h * triton.cdiv(m, columns["BN"]),)](
+            *_with_strides(q, tq, xi, k, tk, v, tv, sk, sv),
+            *shared, **common, **columns, SK=want[2], SV=want[3],
+        )  # fmt: skip
+    return results
+
+
+def tiles(walk: str, e: int, ev: int, itemsize: int) -> dict[str, int]:
+    """Rows and columns of a tile, warps and pipeline stages."""
+    wide = max(e, ev) > 64 or itemsize > 2
+    if walk == "rows":
+        return dict(BM=64, BN=32 if wide else 64, num_warps=8, num_stages=2)
+    return dict(BM=32 if wide else 64, BN=64, num_warps=8, num_stages=2)
+
+
+def _precision() -> str:
+    """Of float32 products: TF32 where PyTorch's own matmul may use it, three times TF32 else."""
+    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "tf32x3"
+
+
+def _rowwise(t: Tensor | None) -> Tensor | None:
+    return t if t is None or t.stride(-1) == 1 else t.contiguous()
+
+
+def _with_strides(*tensors: Tensor | None) -> list[Any]:
+    """Each tensor and its strides over batch, heads and length; the first stands for None."""
+    first = tensors[0]
+    given = [first if t is None else t for t in tensors]
+    return [x for t in given for x in (t, *t.stride()[:3])]  # type: ignore[union-attr]
+
+
+@_jit
+def _load(base, rows, length, stride, width: tl.constexpr, block: tl.constexpr):
+    """Rows `rows` of a (length, width) matrix, zero outside, `block` columns wide."""
+    lanes = tl.arange(0, block)
+    inside = rows[:, None] < length
+    if block != width:
+        inside = inside & (lanes[None, :] < width)
+    return tl.load(base + rows[:, None] * stride + lanes[None, :], mask=inside, other=0.0)
+
+
+@_jit
+def _store(base, value, rows, length, stride, width: tl.constexpr, block: tl.constexpr):
+    lanes = tl.arange(0, block)
+    inside = (rows[:, None] < length) & (lanes[None, :] < width)
+    where = base + rows[:, None] * stride + lanes[None, :]
+    tl.store(where, value.to(base.dtype.element_ty), mask=inside)
+
+
+@_jit
+def _bilinear(a, ta, b, tb, TA: tl.constexpr, TB: tl.constexpr, PRECISION: tl.constexpr):
+    """a bᵀ and its tangent ta bᵀ + a tbᵀ."""
+    y = tl.dot(a, tl.trans(b), input_precision=PRECISION)
+    ty = tl.zeros_like(y)
+    if TA:
+        ty = tl.dot(ta, tl.trans(b), ty, input_precision=PRECISION)
+    if TB:
+        ty = tl.dot(a, tl.trans(tb), ty, input_precision=PRECISION)
+    return y, ty
+
+
+@_jit
+def _probabilities(
+    y, lse, rows, columns, mask, mask_n, mask_m, N, M, scale,
+    CAUSAL: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """P = exp(s y + mask − lse); rows and columns lie along the axes of y, in either order."""
+    keep = columns < M
+    if CAUSAL:
+        keep = keep & (columns <= rows)
+    exponent = (y * scale - lse) * 1.4426950408889634
+    if MASKED:
+        where = mask + rows * mask_n + columns * mask_m
+        value = tl.load(where, mask=(rows < N) & (columns < M), other=0)
+        if MASKED == 1:
+            keep = keep & (value != 0)
+        else:
+            exponent += value.to(tl.float32) * 1.4426950408889634
+    return tl.where(keep, tl.exp2(exponent), 0.0)
+
+
+@_jit
+def _rows_kernel(
+    q, q_b, q_h, q_n, tq, tq_b, tq_h, tq_n, xi, xi_b, xi_h, xi_n, out, out_b, out_h, out_n,
+    k, k_b, k_h, k_m, tk, tk_b, tk_h, tk_m, v, v_b, v_h, v_m, tv, tv_b, tv_h, tv_m,
+    t_out, t_b, t_h, t_n, sq, sq_b, sq_h, sq_n,
+    lse, stats, mask, mask_b, mask_h, mask_n, mask_m,
+    HEADS, GROUP, N, M, scale,
+    E: tl.constexpr, EV: tl.constexpr, BE: tl.constexpr, BEV: tl.constexpr,
+    TQ: tl.constexpr, TK: tl.constexpr, TV: tl.constexpr,
+    CAUSAL: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr,
+    T: tl.constexpr, SQ: tl.constexpr, SOURCE: tl.constexpr,
+):  # fmt: skip
+    """t_out and sq of BM rows, and their means δ, D, κ into `stats` (3, b·heads, N)."""
+    blocks = tl.cdiv(N, BM)
+    i = blocks - 1 - tl.program_id(0) % blocks  # the longest causal rows first
+    z = (tl.program_id(0) // blocks).to(tl.int64)
+    b, h = z // HEADS, z % HEADS
+    g = h // GROUP
+    rows = i * BM + tl.arange(0, BM)
+    k += b * k_b + g * k_h
+    tk += b * tk_b + g * tk_h
+    v += b * v_b + g * v_h
+    tv += b * tv_b + g * tv_h
+    mask += b * mask_b + h * mask_h
+
+    qi = _load(q + b * q_b + h * q_h, rows, N, q_n, E, BE)
+    tqi = qi
+    if TQ:
+        tqi = _load(tq + b * tq_b + h * tq_h, rows, N, tq_n, E, BE)
+    xii = qi
+    mean = tl.zeros([BM], tl.float32)
+    if SOURCE:
+        xii = _load(xi + b * xi_b + h * xi_h, rows, N, xi_n, EV, BEV)
+        o = _load(out + b * out_b + h * out_h, rows, N, out_n, EV, BEV)
+        mean = tl.sum(xii.to(tl.float32) * o.to(tl.float32), 1)
+    log = tl.load(lse + z * N + rows, mask=rows < N, other=float("inf"))
+    c, e = _shifts(
+        qi, tqi, xii, k, k_m, tk, tk_m, tv, tv_m, M, scale,
+        E, EV, BE, BEV, TQ, TK, TV and SOURCE, BN,
+    )  # fmt: skip
+
+    delta = tl.zeros([BM], tl.float32)
+    kappa = tl.zeros([BM], tl.float32)
+    centre = tl.zeros([BM], tl.float32)
+    sum_t = tl.zeros([BM, BEV], tl.float32)
+    sum_x = tl.zeros([BM, BE], tl.float32)
+    sum_c = tl.zeros([BM, BE], tl.float32)
+    sum_p = tl.zeros([BM, BE], tl.float32)
+    end = M
+    if CAUSAL:
+        end = tl.minimum(M, (i + 1) * BM)
+    for j in range(0, end, BN):
+        columns = j + tl.arange(0, BN)
+        kj = _load(k, columns, M, k_m, E, BE)
+        tkj = kj
+        if TK:
+            tkj = _load(tk, columns, M, tk_m, E, BE)
+        vj = _load(v, columns, M, v_m, EV, BEV)
+        tvj = vj
+        if TV:
+            tvj = _load(tv, columns, M, tv_m, EV, BEV)
+        y, r = _bilinear(qi, tqi, kj, tkj, TQ, TK, PRECISION)
+        p = _probabilities(
+            y, log[:, None], rows[:, None], columns[None, :], mask, mask_n, mask_m, N, M, scale,
+            CAUSAL, MASKED,
+        )  # fmt: skip
+        low = p.to(kj.dtype)
+        pr = p * (r * scale - c[:, None])
+        delta += tl.sum(pr, 1)
+        if T:
+            if TQ or TK:
+                sum_t = tl.dot(pr.to(vj.dtype), vj, sum_t, input_precision=PRECISION)
+            if TV:
+                sum_t = tl.dot(low, tvj, sum_t, input_precision=PRECISION)
+        if SOURCE:
+            gj, hj = _bilinear(xii, xii, vj, tvj, False, TV, PRECISION)
+            gj -= mean[:, None]
+            pc = p * gj
+            px = pr * gj + p * (hj - e[:, None])
+            kappa += tl.sum(px, 1)
+            centre += tl.sum(pc, 1)
+            if SQ:
+                sum_x = tl.dot(px.to(kj.dtype), kj, sum_x, input_precision=PRECISION)
+                sum_p = tl.dot(low, kj, sum_p, input_precision=PRECISION)
+                if TQ or TK:
+                    pc_low = pc.to(kj.dtype)
+                    sum_c = tl.dot(pc_low, kj, sum_c, input_precision=PRECISION)
+                    if TK:
+                        sum_x = tl.dot(pc_low, tkj, sum_x, input_precision=PRECISION)
+
+    kappa -= delta * centre
+    if T:
+        if TQ or TK:
+            o = _load(out + b * out_b + h * out_h, rows, N, out_n, EV, BEV)
+            sum_t -= delta[:, None] * o.to(tl.float32)
+        _store(t_out + b * t_b + h * t_h, sum_t, rows, N, t_n, EV, BEV)
+    if SQ:
+        sum_x -= delta[:, None] * sum_c + kappa[:, None] * sum_p
+        _store(sq + b * sq_b + h * sq_h, sum_x * scale, rows, N, sq_n, E, BE)
+    where = stats + z * N + rows
+    size = (tl.num_programs(0) // blocks).to(tl.int64) * N
+    tl.store(where, delta + c, mask=rows < N)
+    tl.store(where + size, mean, mask=rows < N)
+    tl.store(where + 2 * size, kappa + e, mask=rows < N)
+
+
+@_jit
+def _shifts(
+    q, tq, xi, k, k_m, tk, tk_m, tv, tv_m, M, scale,
+    E: tl.constexpr, EV: tl.constexpr, BE: tl.constexpr, BEV: tl.constexpr,
+    TQ: tl.constexpr, TK: tl.constexpr, TV: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """c = s(tq·k̄ + q·t̄k) and e = ξ·t̄v, with means over the first BN columns."""
+    first = tl.arange(0, BN)
+    count = tl.minimum(M, BN).to(tl.float32)
+    c = tl.zeros([q.shape[0]], tl.float32)
+    e = tl.zeros([q.shape[0]], tl.float32)
+    if TQ:
+        mean = tl.sum(_load(k, first, M, k_m, E, BE).to(tl.float32), 0) / count
+        c += tl.sum(tq.to(tl.float32) * mean[None, :], 1)
+    if TK:
+        mean = tl.sum(_load(tk, first, M, tk_m, E, BE).to(tl.float32), 0) / count
+        c += tl.sum(q.to(tl.float32) * mean[None, :], 1)
+    if TV:
+        mean = tl.sum(_load(tv, first, M, tv_m, EV, BEV).to(tl.float32), 0) / count
+        e += tl.sum(xi.to(tl.float32) * mean[None, :], 1)
+    return c * scale, e
+
+
+@_jit
+def _columns_kernel(
+    q, q_b, q_h, q_n, tq, tq_b, tq_h, tq_n, xi, xi_b, xi_h, xi_n,
+    k, k_b, k_h, k_m, tk, tk_b, tk_h, tk_m, v, v_b, v_h, v_m, tv, tv_b, tv_h, tv_m,
+    sk, sk_b, sk_h, sk_m, sv, sv_b, sv_h, sv_m,
+    lse, stats, mask, mask_b, mask_h, mask_n, mask_m,
+    HEADS, GROUP, N, M, scale,
+    E: tl.constexpr, EV: tl.constexpr, BE: tl.constexpr, BEV: tl.constexpr,
+    TQ: tl.constexpr, TK: tl.constexpr, TV: tl.constexpr,
+    CAUSAL: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr,
+    SK: tl.constexpr, SV: tl.constexpr,
+):  # fmt: skip
+    """sk and sv of BN columns, summed over the rows of all heads of the group; tiles are Pᵀ."""
+    blocks = tl.cdiv(M, BN)
+    j = tl.program_id(0) % blocks
+    z = (tl.program_id(0) // blocks).to(tl.int64)
+    key_heads = HEADS // GROUP
+    b, g = z // key_heads, z % key_heads
+    size = (tl.num_programs(0) // blocks).to(tl.int64) * GROUP * N
+    columns = j * BN + tl.arange(0, BN)
+
+    kj = _load(k + b * k_b + g * k_h, columns, M, k_m, E, BE)
+    tkj = kj
+    if TK:
+        tkj = _load(tk + b * tk_b + g * tk_h, columns, M, tk_m, E, BE)
+    vj = kj
+    tvj = kj
+    if SK:
+        vj = _load(v + b * v_b + g * v_h, columns, M, v_m, EV, BEV)
+        tvj = vj
+        if TV:
+            tvj = _load(tv + b * tv_b + g * tv_h, columns, M, tv_m, EV, BEV)
+
+    sum_k = tl.zeros([BN, BE], tl.float32)
+    sum_v = tl.zeros([BN, BEV], tl.float32)
+    start = 0
+    if CAUSAL:
+        start = j * BN // BM * BM  # rows above see none of these columns
+    steps = tl.cdiv(tl.maximum(N - start, 0), BM)
+    for step in range(0, steps * GROUP):
+        h = g * GROUP + step // steps
+        rows = start + (step % steps) * BM + tl.arange(0, BM)
+        qi = _load(q + b * q_b + h * q_h, rows, N, q_n, E, BE)
+        tqi = qi
+        if TQ:
+            tqi = _load(tq + b * tq_b + h * tq_h, rows, N, tq_n, E, BE)
+        xii = _load(xi + b * xi_b + h * xi_h, rows, N, xi_n, EV, BEV)
+        where = (b * HEADS + h) * N + rows
+        log = tl.load(lse + where, mask=rows < N, other=float("inf"))
+        delta = tl.load(stats + where, mask=rows < N, other=0.0)
+        y, r = _bilinear(kj, tkj, qi, tqi, TK, TQ, PRECISION)
+        p = _probabilities(
+            y, log[None, :], rows[None, :], columns[:, None],
+            mask + b * mask_b + h * mask_h, mask_n, mask_m, N, M, scale, CAUSAL, MASKED,
+        )  # fmt: skip
+        pu = p * (r * scale - delta[None, :])
+        if SV:
+            sum_v = tl.dot(pu.to(xii.dtype), xii, sum_v, input_precision=PRECISION)
+        if SK:
+            mean = tl.load(stats + size + where, mask=rows < N, other=0.0)
+            kappa = tl.load(stats + 2 * size + where, mask=rows < N, other=0.0)
+            gj, hj = _bilinear(vj, tvj, xii, xii, TV, False, PRECISION)
+            gj -= mean[None, :]
+            px = pu * gj + p * (hj - kappa[None, :])
+            sum_k = tl.dot(px.to(qi.dtype), qi, sum_k, input_precision=PRECISION)
+            if TQ:
+                sum_k = tl.dot((p * gj).to(qi.dtype), tqi, sum_k, input_precision=PRECISION)
+
+    if SK:
+        _store(sk + b * sk_b + g * sk_h, sum_k * scale, columns, M, sk_m, E, BE)
+    if SV:
+        _store(sv + b * sv_b + g * sv_h, sum_v, columns, M, sv_m, EV, BEV)
+
+
+if triton is not None:
+    _SCHEMA = (
+        "(Tensor? xi, Tensor? tq, Tensor? tk, Tensor? tv, Tensor q, Tensor k, Tensor v, "
+        "Tensor out, Tensor lse, Tensor? mask, bool causal, float scale, bool[] want) -> Tensor[]"
+    )
+    _operator = torch.library.custom_op(
+        "doubleback::attention_second", _launch, mutates_args=(), schema=_SCHEMA
+    )
+
+    @_operator.register_fake
+    def _fake(xi, tq, tk, tv, q, k, v, out, lse, mask, causal, scale, want):
+        q, k, v, out = (_rowwise(t) for t in (q, k, v, out))
+        return _empty(want, out, q, k, v)

@@ -1,0 +1,130 @@
+"""The p of a penalty p(J*v): its value per example and its gradient q₀ = ∇p (theory §2).
+
+A norm's `value(ξ)` takes one tensor per penalised input and returns one number per example,
+differentiably; `measure(ξ)` returns that and the gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .errors import InputError
+from .spaces import Euclidean, Space, dual_square
+
+
+def _spread(factor: Tensor, like: Tensor) -> Tensor:
+    """One number per example, shaped to multiply a batch."""
+    return (factor.reshape(-1, *(1,) * (like.dim() - 1)) * like).to(like.dtype)
+
+
+def safe_sqrt(square: Tensor) -> Tensor:
+    """√s with derivative 0 at s = 0, where autograd alone would give infinity."""
+    positive = square > 0
+    return torch.where(positive, torch.where(positive, square, 1).sqrt(), 0)
+
+
+@dataclass(frozen=True)
+class SquaredNorm:
+    """p(ξ) = ‖ξ‖², ∇p = 2ξ (its representer in a space other than Euclidean).
+
+    >>> import torch
+    >>> SquaredNorm().measure([torch.tensor([[3.0, 4.0]])])[0]
+    tensor([25.])
+    """
+
+    space: Space = field(default_factory=Euclidean)
+
+    def value(self, xi: Sequence[Tensor]) -> Tensor:
+        return dual_square(self.space, xi)[0]
+
+    def measure(self, xi: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        square, representers = dual_square(self.space, xi)
+        return square, [2 * u for u in representers]
+
+
+@dataclass(frozen=True)
+class Norm:
+    """p(ξ) = ‖ξ‖, ∇p = ξ/‖ξ‖, and 0 where ξ = 0."""
+
+    space: Space = field(default_factory=Euclidean)
+
+    def value(self, xi: Sequence[Tensor]) -> Tensor:
+        return safe_sqrt(dual_square(self.space, xi)[0])
+
+    def measure(self, xi: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        square, representers = dual_square(self.space, xi)
+        norm = square.sqrt()
+        factor = torch.where(norm > 0, 1 / norm, 0)
+        return norm, [_spread(factor, u) for u in representers]
+
+
+@dataclass(frozen=True)
+class Deviation:
+    """p(ξ) = (‖ξ‖ − target)², or max(0, ‖ξ‖ − target)² if one-sided (WGAN-GP, WGAN-LP).
+
+    >>> import torch
+    >>> Deviation(target=1.0).measure([torch.tensor([[3.0, 4.0]])])[0]
+    tensor([16.])
+    """
+
+    target: float = 1.0
+    one_sided: bool = False
+    space: Space = field(default_factory=Euclidean)
+
+    def value(self, xi: Sequence[Tensor]) -> Tensor:
+        excess = safe_sqrt(dual_square(self.space, xi)[0]) - self.target
+        return (excess.clamp(min=0) if self.one_sided else excess).square()
+
+    def measure(self, xi: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        square, representers = dual_square(self.space, xi)
+        norm = square.sqrt()
+        excess = norm - self.target
+        if self.one_sided:
+            excess = excess.clamp(min=0)
+        factor = torch.where(norm > 0, 2 * excess / norm, 0)
+        return excess.square(), [_spread(factor, u) for u in representers]
+
+
+@dataclass(frozen=True)
+class Callback:
+    """Any callable from an input-shaped tensor (a tuple for several inputs) to one number per
+    example; its gradient is taken by autograd, on the input's derivative alone."""
+
+    p: Callable[..., Tensor]
+
+    def value(self, xi: Sequence[Tensor]) -> Tensor:
+        values = self.p(xi[0] if len(xi) == 1 else tuple(xi))
+        batch = xi[0].shape[0]
+        if not isinstance(values, Tensor) or tuple(values.shape) != (batch,):
+            shape = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
+            raise InputError(
+                f"p must return one number per example, shape ({batch},); it returned {shape}"
+            )
+        return values
+
+    def measure(self, xi: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        with torch.enable_grad():
+            leaves = [u.detach().requires_grad_() for u in xi]
+            values = self.value(leaves)
+            if not values.requires_grad:
+                return values, [torch.zeros_like(u) for u in leaves]
+            grads = torch.autograd.grad(values.sum(), leaves, allow_unused=True)
+        return values.detach(), [
+            torch.zeros_like(u) if g is None else g for u, g in zip(leaves, grads, strict=True)
+        ]
+
+
+def as_norm(p: Any) -> Any:
+    """A norm as it is; a callable wrapped."""
+    if hasattr(p, "measure"):
+        return p
+    if callable(p):
+        return Callback(p)
+    raise InputError(
+        f"norm must be SquaredNorm(), Norm(), Deviation() or a callable, not {type(p).__name__}"
+    )

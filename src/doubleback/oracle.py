@@ -1,0 +1,48 @@
+"""The slow oracle: stock autograd with `create_graph=True`, with the same interface.
+
+Networks that cannot be captured run here; `check` compares against it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from .penalties import Penalty
+
+
+def autograd_penalty(
+    run: Callable[[Sequence[Tensor]], Any],
+    choose: Callable[[Any], Tensor],
+    x: Sequence[Tensor],
+    penalty: Penalty,
+    extra: Sequence[Any],
+) -> tuple[Any, Tensor]:
+    """(result of the network, penalty), both differentiable as autograd makes them.
+
+    run(x) calls the network, choose(result) picks the penalised output. Attention runs on its
+    unfused kernel, the only one with a second derivative.
+    """
+    graph = torch.is_grad_enabled()
+    with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
+        leaves = [t if t.requires_grad else t.detach().requires_grad_() for t in x]
+        result = run(leaves)
+        out = choose(result)
+        if out.requires_grad:
+            v = penalty.oracle_seed(out, *extra)
+            xi = torch.autograd.grad(
+                out, leaves, v, create_graph=graph, retain_graph=True, allow_unused=True
+            )
+        else:
+            xi = (None,) * len(leaves)
+        xi = [torch.zeros_like(t) if u is None else u for t, u in zip(leaves, xi, strict=True)]
+        value = penalty.reduce(penalty.value(xi, *extra))
+    if not graph:
+        result, value = torch.utils._pytree.tree_map_only(
+            Tensor, lambda t: t.detach(), (result, value)
+        )
+    return result, value

@@ -1,0 +1,459 @@
+"""`Penalised`: an ordinary nn.Module that returns a network's output and a derivative penalty."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from .bridge import Bridge, Job, Program, _mutations, _no_autocast
+from .capture import capture
+from .errors import CaptureError, CaptureWarning, InputError, OutputChoiceError
+from .explain import Explanation, explain
+from .graph import Graph, map_refs
+from .losses import make_loss
+from .oracle import autograd_penalty
+from .penalties import LossGradient, Penalty
+from .plan import Plan, make_plan
+
+CACHE_SIZE = 64  # captured graphs kept per module, oldest out first
+
+
+@dataclass(frozen=True)
+class _Arguments:
+    """One call, taken apart: the flattened arguments of the network and the penalty's own."""
+
+    args: tuple
+    kwargs: dict[str, Any]
+    extra: tuple
+    leaves: tuple
+    spec: Any
+    penalised: tuple[int, ...]
+
+    @property
+    def x(self) -> list[Tensor]:
+        return [self.leaves[i] for i in self.penalised]
+
+
+class Penalised(nn.Module):
+    """`out, penalty = Penalised(net, penalty)(x, …)`, both differentiable.
+
+    `penalty` is R = p((∂out/∂x)* v), reduced over the batch. Gradients of any function of
+    `out` and `penalty` equal autograd's double backward to rounding, at the price of four
+    sweeps over the network instead of two.
+
+    net: any nn.Module. The call's arguments go to it, except the last `penalty.extras`
+        positional ones, which are the penalty's (labels, targets).
+    penalty: `LossGradient`, `OutputGradient`, `GradientMatch`, `BilinearForm`, `Custom`.
+    compile: flatten each pair of sweeps into one graph and hand it to Inductor. True, or a mode
+        of `torch.compile` such as "max-autotune".
+    wrt: which argument of `net` is penalised: a position, a keyword, or a tuple of them. An
+        argument may itself be a tuple of tensors.
+    output: which output is penalised where `net` returns several: an index, a key, or a path.
+    strict: raise `CaptureError` instead of running on autograd where `net` cannot be captured.
+    debug: raise `NonFiniteError` at the first NaN or infinity in any sweep.
+
+    >>> import torch, doubleback as db
+    >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3))
+    >>> model = db.Penalised(net, db.LossGradient("cross_entropy"))
+    >>> x, y = torch.randn(5, 4), torch.tensor([0, 1, 2, 0, 1])
+    >>> out, penalty = model(x, y)
+    >>> loss = torch.nn.functional.cross_entropy(out, y) + 0.01 * penalty
+    >>> loss.backward()
+    """
+
+    def __init__(
+        self,
+        net: nn.Module,
+        penalty: Penalty,
+        compile: bool | str = False,
+        *,
+        wrt: int | str | tuple[int | str, ...] = 0,
+        output: Any = None,
+        strict: bool = False,
+        debug: bool = False,
+    ) -> None:
+        super().__init__()
+        if not isinstance(net, nn.Module):
+            raise InputError(f"net must be an nn.Module, not {type(net).__name__}")
+        if not isinstance(penalty, Penalty):
+            raise InputError(
+                f"penalty must be one of doubleback's penalties (an instance), not {penalty!r}"
+            )
+        self.net = net
+        self.penalty = penalty
+        self.compile_mode = compile
+        self.wrt = wrt if isinstance(wrt, tuple) else (wrt,)
+        self.output = output
+        self.strict = strict
+        self.debug = debug
+        self._reset()
+
+    def _reset(self) -> None:
+        self._graphs: dict[Any, Graph | CaptureError] = {}
+        self._programs: dict[Any, Any] = {}
+        self._warned = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = self.__dict__.copy()
+        for name in ("_graphs", "_programs", "_warned"):
+            state.pop(name, None)
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._reset()
+
+    # ------------------------------------------------------------------------------ calls
+
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[Any, Tensor]:
+        """(what net returns, the penalty)."""
+        call = self._take_apart(args, kwargs)
+        graph = self._graph(call)
+        if graph is None:
+            return self._on_autograd(call)
+        program, state = self._program(graph, call, gradients=torch.is_grad_enabled())
+        plan = program.plan
+        with _no_autocast():
+            prelude = _run_prelude(plan, state)
+            job = Job(program, {v: prelude[v] for v in plan.constants}, _extra(call))
+            tensors = [prelude[v] for v in (*plan.penalised, *plan.effective)]
+            if plan.trained:
+                *outputs, penalty = Bridge.apply(job, *tensors)  # type: ignore[misc]
+            else:
+                with torch.no_grad():
+                    outputs, values, _, kept = program.first(
+                        job.leaves(tensors), job.extra, keep=False
+                    )
+                job.mutations.update(_mutations(plan, kept))
+                penalty = self.penalty.reduce(values)
+        self._write_buffers(plan, prelude, job.mutations)
+        return self._assemble(plan, outputs, prelude), penalty
+
+    def accumulate(
+        self,
+        *args: Any,
+        loss: Any = None,
+        weight: float = 1.0,
+        **kwargs: Any,
+    ) -> tuple[Any, Tensor, Tensor]:
+        """One-shot training step: adds ∇(loss + weight·penalty) to `.grad`, all four sweeps in
+        one call (one graph with `compile=True`). Returns (out, loss, penalty), detached.
+
+        loss: "cross_entropy", "mse", "bce" or a callable (out, y) → one loss per example; its
+        mean over the batch is taken. Left out, it is the loss of `LossGradient`, or none. Its
+        target is the last argument, before the penalty's own unless that is `LossGradient`,
+        which shares it. weight=0 is a plain training step.
+
+        >>> import torch, doubleback as db
+        >>> model = db.Penalised(torch.nn.Linear(4, 3), db.LossGradient("cross_entropy"))
+        >>> x, y = torch.randn(5, 4), torch.tensor([0, 1, 2, 0, 1])
+        >>> out, loss, penalty = model.accumulate(x, y, weight=0.01)
+        """
+        if "weight" in kwargs or not isinstance(weight, (int, float)):
+            raise InputError(f"weight must be a number, not {type(weight).__name__}")
+        own_loss, args, target = self._loss(loss, args)
+        call = self._take_apart(args, kwargs)
+        if isinstance(self.penalty, LossGradient):
+            target = call.extra[0]
+        graph = self._graph(call)
+        if graph is None:
+            return self._accumulate_on_autograd(call, own_loss, target, weight)
+        program, state = self._program(graph, call, gradients=True)
+        plan = program.plan
+        if own_loss is not None:
+            own_loss.check(graph.shape(plan.target), target)
+        with _no_autocast():
+            prelude = _run_prelude(plan, state)
+            values = {v: prelude[v].detach() for v in (*plan.penalised, *plan.leaves)}
+            with torch.no_grad():
+                outputs, loss_value, penalty, grads, mutated = program.step(
+                    values, _extra(call), own_loss, target, float(weight)
+                )
+            ends = [prelude[v] for v in (*plan.penalised, *plan.effective)]
+            pairs = [(t, g) for t, g in zip(ends, grads, strict=True) if g is not None]
+            if pairs:
+                torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
+        self._write_buffers(plan, prelude, mutated)
+        prelude = {v: t.detach() for v, t in prelude.items()}
+        return self._assemble(plan, outputs, prelude), loss_value, penalty
+
+    def explain(self, *args: Any, **kwargs: Any) -> Explanation:
+        """The plan for such a call: sweeps, operation counts, memory, rules, and why."""
+        call = self._take_apart(args, kwargs)
+        graph = self._graph(call, strict=True)
+        assert graph is not None
+        program, _ = self._program(graph, call, gradients=True)
+        return explain(program.plan, self.penalty)
+
+    def extra_repr(self) -> str:
+        return f"penalty={self.penalty!r}, compile={self.compile_mode!r}"
+
+    # -------------------------------------------------------------------------- arguments
+
+    def _loss(self, loss: Any, args: tuple) -> tuple[Any, tuple, Any]:
+        shared = isinstance(self.penalty, LossGradient)
+        if loss is None:
+            return (self.penalty.loss if shared else None), args, None  # type: ignore[union-attr]
+        if shared:
+            same = isinstance(loss, str) and type(make_loss(loss)) is type(self.penalty.loss)
+            return (self.penalty.loss if same else make_loss(loss)), args, None  # type: ignore[union-attr]
+        extras = self.penalty.extras
+        if len(args) < extras + 2:
+            raise InputError(f"accumulate(loss={loss!r}) needs the loss's target among its arguments")
+        place = len(args) - extras - 1
+        return make_loss(loss), args[:place] + args[place + 1 :], args[place]
+
+    def _take_apart(self, args: tuple, kwargs: Mapping[str, Any]) -> _Arguments:
+        extras = self.penalty.extras
+        if len(args) < extras:
+            raise InputError(
+                f"{type(self.penalty).__name__} takes the last {extras} positional argument(s); "
+                f"the call has {len(args)}"
+            )
+        split = len(args) - extras
+        own, extra = args[:split], args[split:]
+        parts: list[tuple[Any, Any]] = [*enumerate(own), *kwargs.items()]
+        leaves, _ = pytree.tree_flatten((own, dict(kwargs)))
+        spans, start = {}, 0
+        for key, part in parts:
+            count = len(pytree.tree_leaves(part))
+            spans[key] = range(start, start + count)
+            start += count
+        penalised = self._penalised(spans, leaves)
+        _, spec = pytree.tree_flatten((own, dict(kwargs)))
+        self._check_devices([leaves[i] for i in penalised])
+        return _Arguments(own, dict(kwargs), extra, tuple(leaves), spec, penalised)
+
+    def _penalised(self, spans: Mapping[Any, range], leaves: Sequence[Any]) -> tuple[int, ...]:
+        found: list[int] = []
+        for key in self.wrt:
+            place = key
+            if isinstance(key, int) and key < 0:
+                raise InputError("wrt counts arguments from 0")
+            if place not in spans:
+                raise InputError(
+                    f"wrt={key!r} names no argument of this call; it has {list(spans)} "
+                    f"(the last {self.penalty.extras} positional ones are the penalty's)"
+                )
+            for i in spans[place]:
+                leaf = leaves[i]
+                if not isinstance(leaf, Tensor):
+                    continue
+                if not leaf.is_floating_point():
+                    raise InputError(
+                        f"the penalised input must be floating point, not {leaf.dtype} of shape "
+                        f"{tuple(leaf.shape)}; choose another argument with wrt="
+                    )
+                if leaf.dim() == 0:
+                    raise InputError("the penalised input needs a batch axis; it is a scalar")
+                found.append(i)
+        if not found:
+            raise InputError(f"wrt={self.wrt!r} holds no tensor")
+        return tuple(found)
+
+    def _check_devices(self, x: Sequence[Tensor]) -> None:
+        state = next(self.net.parameters(), None)
+        if state is None:
+            state = next(self.net.buffers(), None)
+        for t in x:
+            if state is not None and t.device != state.device:
+                raise InputError(
+                    f"x is on {t.device} and the network on {state.device}; move one of them"
+                )
+
+    # ------------------------------------------------------------------- graphs and plans
+
+    def _graph(self, call: _Arguments, strict: bool | None = None) -> Graph | None:
+        key = self._graph_key(call)
+        found = self._graphs.get(key)
+        if found is None:
+            try:
+                found = capture(self.net, call.args, call.kwargs)
+            except CaptureError as error:
+                found = error
+            _remember(self._graphs, key, found)
+        if isinstance(found, Graph):
+            return found
+        if self.strict if strict is None else strict:
+            raise found
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"{found}\n  Until then it runs on stock autograd.", CaptureWarning, stacklevel=3
+            )
+        return None
+
+    def _graph_key(self, call: _Arguments) -> Any:
+        device = call.x[0].device.type
+        autocast = torch.is_autocast_enabled(device)
+        leaves = tuple(
+            (tuple(t.shape), t.dtype, t.device) if isinstance(t, Tensor) else _hashable(t)
+            for t in call.leaves
+        )
+        modules = tuple((id(m), m.training) for m in self.net.modules())
+        state = tuple((t.shape, t.dtype, t.device) for t in self.net.parameters())
+        mode = (autocast, torch.get_autocast_dtype(device) if autocast else None)
+        return leaves, call.spec, modules, state, mode
+
+    def _program(
+        self, graph: Graph, call: _Arguments, gradients: bool
+    ) -> tuple[Any, dict[int, Tensor]]:
+        """The program for this graph and these wanted gradients, and the graph's state."""
+        state = _read_state(self.net, graph, call.leaves)
+        wanted = frozenset(v for v, t in state.items() if gradients and t.requires_grad)
+        penalised = tuple(graph.inputs[i] for i in call.penalised)
+        key = (id(graph), wanted)
+        program = self._programs.get(key)
+        target = _choose(graph, self.output)
+        self.penalty.check(graph.shape(target), call.x, *call.extra)
+        if program is None:
+            plan = make_plan(
+                graph, penalised, target, wanted,  # type: ignore[arg-type]
+                varying_seed=self.penalty.varying,
+            )  # fmt: skip
+            program = Program(plan, self.penalty, self.debug)
+            if self.compile_mode and not self.debug:
+                from .compiled import CompiledProgram
+
+                program = CompiledProgram(program, self.compile_mode)
+            _remember(self._programs, key, program)
+        return program, state
+
+    def _write_buffers(
+        self, plan: Plan, prelude: Mapping[int, Tensor], swept: Mapping[str, Tensor]
+    ) -> None:
+        """Batch norm statistics and the like, once per call, after all sweeps succeeded."""
+        with torch.no_grad():
+            for name, value in plan.graph.mutations.items():
+                new = swept[name] if name in swept else prelude[value]
+                _state_tensor(self.net, name).copy_(new)
+
+    def _assemble(
+        self, plan: Plan, outputs: Sequence[Tensor], prelude: Mapping[int, Tensor]
+    ) -> Any:
+        swept = dict(zip(plan.outputs, outputs, strict=True))
+        flat = []
+        for item in plan.graph.outputs:
+            if isinstance(item, tuple):
+                flat.append(item[0])
+            else:
+                flat.append(swept[item] if item in swept else prelude[item])
+        return pytree.tree_unflatten(flat, plan.graph.out_spec)
+
+    # --------------------------------------------------------------------------- autograd
+
+    def _on_autograd(self, call: _Arguments) -> tuple[Any, Tensor]:
+        def run(x: Sequence[Tensor]) -> Any:
+            leaves = list(call.leaves)
+            for i, t in zip(call.penalised, x, strict=True):
+                leaves[i] = t
+            args, kwargs = pytree.tree_unflatten(leaves, call.spec)
+            return self.net(*args, **kwargs)
+
+        def choose(result: Any) -> Tensor:
+            leaves, spec = pytree.tree_flatten(result)
+            numbers = [i if isinstance(t, Tensor) else (t,) for i, t in enumerate(leaves)]
+            out = leaves[_pick(numbers, spec, self.output)]
+            self.penalty.check(out.shape, call.x, *call.extra)
+            return out
+
+        return autograd_penalty(run, choose, call.x, self.penalty, _extra(call))
+
+    def _accumulate_on_autograd(
+        self, call: _Arguments, loss: Any, target: Any, weight: float
+    ) -> tuple[Any, Tensor, Tensor]:
+        with torch.enable_grad():
+            result, penalty = self._on_autograd(call)
+            leaves, spec = pytree.tree_flatten(result)
+            numbers = [i if isinstance(t, Tensor) else (t,) for i, t in enumerate(leaves)]
+            out = leaves[_pick(numbers, spec, self.output)]
+            value = torch.zeros((), device=out.device)
+            if loss is not None:
+                loss.check(out.shape, target)
+                value = loss.values(out, target).mean()
+            (value + weight * penalty).backward()
+        detach = lambda t: t.detach()  # noqa: E731
+        result, value, penalty = pytree.tree_map_only(Tensor, detach, (result, value, penalty))
+        return result, value, penalty
+
+
+def _extra(call: _Arguments) -> tuple:
+    return pytree.tree_map_only(Tensor, lambda t: t.detach(), call.extra)
+
+
+def _remember(cache: dict, key: Any, item: Any) -> None:
+    if len(cache) >= CACHE_SIZE:
+        cache.pop(next(iter(cache)))
+    cache[key] = item
+
+
+def _hashable(item: Any) -> Any:
+    try:
+        hash(item)
+    except TypeError:
+        return repr(item)
+    return (type(item), item)
+
+
+def _state_tensor(net: nn.Module, name: str) -> Tensor:
+    owner, _, leaf = name.rpartition(".")
+    return getattr(net.get_submodule(owner), leaf)
+
+
+def _read_state(net: nn.Module, graph: Graph, leaves: Sequence[Any]) -> dict[int, Tensor]:
+    """Every value the graph starts from. A buffer that the network updates is read as a copy,
+    so that the update does not reach what autograd saved of it."""
+    state = dict(graph.constants)
+    for name, value in graph.state.items():
+        tensor = _state_tensor(net, name)
+        state[value] = tensor.detach().clone() if name in graph.mutations else tensor
+    for value, leaf in zip(graph.inputs, leaves, strict=True):
+        if value is not None:
+            state[value] = leaf
+    return state
+
+
+def _run_prelude(plan: Plan, state: Mapping[int, Tensor]) -> dict[int, Tensor]:
+    """Nodes that do not depend on x, under ordinary autograd (weight norm, hypernetworks)."""
+    values = dict(state)
+    for node in plan.prelude:
+        args = map_refs(node.args, lambda ref: values[ref.index])
+        kwargs = map_refs(dict(node.kwargs), lambda ref: values[ref.index])
+        out = node.op(*args, **kwargs)
+        for v, part in zip(node.outputs, out if node.many else (out,), strict=True):
+            values[v] = part
+    return values
+
+
+def _choose(graph: Graph, choice: Any) -> int:
+    place = _pick(graph.outputs, graph.out_spec, choice)
+    return graph.outputs[place]
+
+
+def _pick(outputs: Sequence[Any], spec: Any, choice: Any) -> int:
+    """The flattened position of the penalised output."""
+    tensors = [i for i, item in enumerate(outputs) if not isinstance(item, tuple)]
+    if choice is None:
+        if len(tensors) == 1 and spec.is_leaf():
+            return tensors[0]
+        if len(tensors) == 1:
+            return tensors[0]
+        raise OutputChoiceError(
+            f"the network returns {len(tensors)} tensors; choose the penalised one with output= "
+            "(an index, a key, or a path such as ('head', 0))"
+        )
+    tree = pytree.tree_unflatten(list(range(len(outputs))), spec)
+    for key in choice if isinstance(choice, tuple) else (choice,):
+        try:
+            tree = getattr(tree, key) if isinstance(key, str) and hasattr(tree, key) else tree[key]
+        except (KeyError, IndexError, TypeError) as error:
+            raise OutputChoiceError(f"output={choice!r} does not exist: {error!r}") from error
+    if not isinstance(tree, int) or tree not in tensors:
+        raise OutputChoiceError(f"output={choice!r} is not one tensor of the network's result")
+    return tree

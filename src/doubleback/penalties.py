@@ -1,0 +1,285 @@
+"""Penalties R = p(J*v): which v, which p (theory §3), and the head (∂v/∂out)* h (theory §4).
+
+Each penalty is a small record with
+
+    extras             how many arguments of the call are its own (labels, targets)
+    varying            whether v depends on the network's output
+    seed(out, *e)      v, shaped like `out`
+    head(out, h, *e)   (∂v/∂out)* h, where v varies
+    measure(ξ, *e)     p per example, and q₀ = ∇p
+    check(out, x, *e)  raises before anything runs on a wrong argument
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .errors import InputError
+from .losses import Loss, make_loss
+from .norms import SquaredNorm, as_norm
+from .spaces import per_example
+
+REDUCTIONS = ("mean", "sum", "none")
+
+
+class Penalty(ABC):
+    """What `Penalised` asks of a penalty; see the module's docstring."""
+
+    extras: int = 0
+    varying: bool = False
+
+    def __init__(self, norm: Any = None, reduction: str = "mean") -> None:
+        if reduction not in REDUCTIONS:
+            raise InputError(f"reduction must be one of {REDUCTIONS}, not {reduction!r}")
+        self.norm = as_norm(norm if norm is not None else SquaredNorm())
+        self.reduction = reduction
+
+    @abstractmethod
+    def seed(self, out: Tensor, *extra: Tensor) -> Tensor: ...
+
+    def head(self, out: Tensor, h: Tensor, *extra: Tensor) -> Tensor | None:
+        """(∂v/∂out)* h by autograd on the head alone: C numbers per example."""
+        with torch.enable_grad():
+            leaf = out.detach().requires_grad_()
+            v = self.seed(leaf, *extra)
+            if not v.requires_grad:
+                return None
+            return torch.autograd.grad(v, leaf, h.to(v.dtype), allow_unused=True)[0]
+
+    def measure(self, xi: Sequence[Tensor], *extra: Tensor) -> tuple[Tensor, list[Tensor]]:
+        return self.norm.measure(xi)
+
+    def value(self, xi: Sequence[Tensor], *extra: Tensor) -> Tensor:
+        """p per example, differentiably: what the autograd oracle uses."""
+        return self.norm.value(xi)
+
+    def oracle_seed(self, out: Tensor, *extra: Tensor) -> Tensor:
+        """v as autograd finds it, for the oracle."""
+        return self.seed(out, *extra)
+
+    def check(self, out_shape: Sequence[int], x: Sequence[Tensor], *extra: Any) -> None:
+        """Raise an `InputError` where the arguments do not fit."""
+
+    def reduce(self, values: Tensor) -> Tensor:
+        if self.reduction == "mean":
+            return values.mean()
+        return values.sum() if self.reduction == "sum" else values
+
+    def unreduce(self, grad: Tensor, batch: int) -> Tensor:
+        """The gradient with respect to each example's value."""
+        if self.reduction == "mean":
+            return (grad / batch).expand(batch)
+        return grad.expand(batch) if self.reduction == "sum" else grad
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(norm={self.norm}, reduction={self.reduction!r})"
+
+
+class LossGradient(Penalty):
+    """Classical double backpropagation: R = p(∇ₓℓ(net(x), y)), ℓ the loss of one example.
+
+    loss: "cross_entropy" (with label_smoothing, class_weights, ignore_index), "mse" (‖out−y‖²),
+    "bce" (with logits), or a callable (out, y) → one loss per example.
+
+    >>> import torch, doubleback as db
+    >>> model = db.Penalised(torch.nn.Linear(3, 4), db.LossGradient("cross_entropy"))
+    >>> out, penalty = model(torch.randn(5, 3), torch.tensor([0, 1, 2, 3, 0]))
+    >>> penalty.shape
+    torch.Size([])
+    """
+
+    extras = 1
+    varying = True
+
+    def __init__(
+        self,
+        loss: str | Callable = "cross_entropy",
+        norm: Any = None,
+        reduction: str = "mean",
+        *,
+        label_smoothing: float = 0.0,
+        class_weights: Tensor | None = None,
+        ignore_index: int = -100,
+    ) -> None:
+        super().__init__(norm, reduction)
+        self.loss: Loss = make_loss(loss, label_smoothing, class_weights, ignore_index)
+
+    def seed(self, out: Tensor, *extra: Tensor) -> Tensor:
+        return self.loss.gradient(out, extra[0])
+
+    def oracle_seed(self, out: Tensor, *extra: Tensor) -> Tensor:
+        values = self.loss.values(out, extra[0])
+        return torch.autograd.grad(values.sum(), out, create_graph=True)[0]
+
+    def head(self, out: Tensor, h: Tensor, *extra: Tensor) -> Tensor | None:
+        return self.loss.hessian(out, extra[0], h)
+
+    def check(self, out_shape: Sequence[int], x: Sequence[Tensor], *extra: Any) -> None:
+        self.loss.check(out_shape, extra[0])
+
+
+class _Entry(Penalty):
+    """v = e⟨index⟩, the same for every example."""
+
+    def __init__(self, index: Any = None, norm: Any = None, reduction: str = "mean") -> None:
+        super().__init__(norm, reduction)
+        if index is not None and not _is_index(index):
+            raise InputError(f"index must be an int or a tuple of ints, not {index!r}")
+        self.index = index
+
+    def seed(self, out: Tensor, *extra: Tensor) -> Tensor:
+        if self.index is None:
+            return torch.ones_like(out)
+        # a comparison of positions, not an assignment, so that it flattens into one graph
+        v = torch.ones((), dtype=out.dtype, device=out.device)
+        index = self.index if isinstance(self.index, tuple) else (self.index,)
+        for axis, (i, size) in enumerate(zip(index, out.shape[1:], strict=True), start=1):
+            hot = (torch.arange(size, device=out.device) == i % size).to(out.dtype)
+            v = v * hot.reshape(-1, *(1,) * (out.dim() - axis - 1))
+        return v.expand(out.shape).contiguous()
+
+    def check(self, out_shape: Sequence[int], x: Sequence[Tensor], *extra: Any) -> None:
+        entry = tuple(out_shape[1:])
+        name = type(self).__name__
+        if self.index is None:
+            if any(size != 1 for size in entry):
+                raise InputError(
+                    f"{name}() needs one number per example, but the output has shape "
+                    f"{tuple(out_shape)}; choose an entry: {name}(index=...)"
+                )
+            return
+        index = self.index if isinstance(self.index, tuple) else (self.index,)
+        if len(index) != len(entry):
+            raise InputError(
+                f"{name}(index={self.index!r}) gives {len(index)} coordinates, one example of the "
+                f"output has shape {entry}"
+            )
+        for i, size in zip(index, entry, strict=True):
+            if not -size <= i < size:
+                raise InputError(
+                    f"{name}: index {i} is out of range for an output of shape {tuple(out_shape)}"
+                )
+
+
+def _is_index(index: Any) -> bool:
+    parts = index if isinstance(index, tuple) else (index,)
+    return all(isinstance(i, int) and not isinstance(i, bool) for i in parts)
+
+
+class OutputGradient(_Entry):
+    """R = p(∇ₓ out⟨index⟩); with index=None the network is a scalar critic (R1, WGAN-GP).
+
+    >>> import torch, doubleback as db
+    >>> critic = torch.nn.Sequential(torch.nn.Linear(2, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
+    >>> gp = db.Penalised(critic, db.OutputGradient(norm=db.Deviation(1.0)))
+    >>> score, penalty = gp(torch.randn(4, 2))
+    """
+
+
+class GradientMatch(_Entry):
+    """Sobolev training and force matching: R = p(∇ₓ out⟨index⟩ − target).
+
+    The target, shaped like x (a tuple for several inputs), is the call's last argument and is
+    held constant.
+    """
+
+    extras = 1
+
+    def _difference(self, xi: Sequence[Tensor], target: Any) -> list[Tensor]:
+        targets = target if isinstance(target, (tuple, list)) else (target,)
+        return [u - t.to(u.dtype) for u, t in zip(xi, targets, strict=True)]
+
+    def measure(self, xi: Sequence[Tensor], *extra: Tensor) -> tuple[Tensor, list[Tensor]]:
+        return self.norm.measure(self._difference(xi, extra[0]))
+
+    def value(self, xi: Sequence[Tensor], *extra: Tensor) -> Tensor:
+        return self.norm.value(self._difference(xi, extra[0]))
+
+    def check(self, out_shape: Sequence[int], x: Sequence[Tensor], *extra: Any) -> None:
+        super().check(out_shape, x, *extra)
+        targets = extra[0] if isinstance(extra[0], (tuple, list)) else (extra[0],)
+        _check_like("GradientMatch's target", x, targets)
+
+
+class BilinearForm(Penalty):
+    """R = ⟨w, J q⟩ = ⟨J*w, q⟩ per example: FFJORD's εᵀJε, log-determinant series.
+
+    The call's last two arguments are w, shaped like the output, and q, shaped like x; both are
+    held constant.
+    """
+
+    extras = 2
+
+    def __init__(self, reduction: str = "mean") -> None:
+        super().__init__(None, reduction)
+
+    def seed(self, out: Tensor, *extra: Tensor) -> Tensor:
+        return extra[0].to(out.dtype)
+
+    def measure(self, xi: Sequence[Tensor], *extra: Tensor) -> tuple[Tensor, list[Tensor]]:
+        along = extra[1] if isinstance(extra[1], (tuple, list)) else (extra[1],)
+        return self.value(xi, *extra), [q.to(u.dtype) for u, q in zip(xi, along, strict=True)]
+
+    def value(self, xi: Sequence[Tensor], *extra: Tensor) -> Tensor:
+        along = extra[1] if isinstance(extra[1], (tuple, list)) else (extra[1],)
+        return torch.stack([per_example(u * q) for u, q in zip(xi, along, strict=True)]).sum(0)
+
+    def check(self, out_shape: Sequence[int], x: Sequence[Tensor], *extra: Any) -> None:
+        w, q = extra
+        if not isinstance(w, Tensor) or tuple(w.shape) != tuple(out_shape):
+            shape = tuple(w.shape) if isinstance(w, Tensor) else type(w).__name__
+            raise InputError(
+                f"BilinearForm's w must have the output's shape {tuple(out_shape)}, not {shape}"
+            )
+        _check_like("BilinearForm's q", x, q if isinstance(q, (tuple, list)) else (q,))
+
+
+class Custom(Penalty):
+    """R = p(J*v) with your own v and p.
+
+    v(out, *extra) → a tensor shaped like out, differentiable in out where it depends on it;
+    p(ξ) → one number per example, or any norm. `extras` says how many of the call's last
+    arguments go to v.
+    """
+
+    varying = True
+
+    def __init__(
+        self, v: Callable[..., Tensor], p: Any = None, *, extras: int = 0, reduction: str = "mean"
+    ) -> None:
+        super().__init__(p, reduction)
+        if not callable(v):
+            raise InputError("Custom needs a callable v(out, *extra)")
+        self.v = v
+        self.extras = extras
+
+    def seed(self, out: Tensor, *extra: Tensor) -> Tensor:
+        v = self.v(out, *extra)
+        if not isinstance(v, Tensor) or v.shape != out.shape:
+            found = tuple(v.shape) if isinstance(v, Tensor) else type(v).__name__
+            raise InputError(
+                f"Custom: v(out) must have the output's shape {tuple(out.shape)}, not {found}"
+            )
+        return v
+
+
+def _check_like(what: str, x: Sequence[Tensor], given: Sequence[Any]) -> None:
+    wanted = [tuple(t.shape) for t in x]
+    found = [tuple(t.shape) if isinstance(t, Tensor) else type(t).__name__ for t in given]
+    if wanted != found:
+        raise InputError(f"{what} must be shaped like the penalised input, {wanted}, not {found}")
+
+
+__all__ = [
+    "BilinearForm",
+    "Custom",
+    "GradientMatch",
+    "LossGradient",
+    "OutputGradient",
+    "Penalty",
+]

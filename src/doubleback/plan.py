@@ -1,0 +1,280 @@
+"""What each sweep has to do at each node, decided once per graph from structure alone.
+
+Flags per value (theory §2, any directed acyclic graph):
+
+    dependent   its number depends on the penalised input: it is computed in the forward sweep
+    active      its derivative along the penalised input can differ from zero
+    trained     a wanted gradient (parameter, x) flows through it: it carries γ
+    reaching    the penalised output depends on it: it carries ξ
+    moving      its tangent q is read by someone
+
+Values that are not dependent are computed before the sweeps, under ordinary autograd; those
+that the sweeps read are the *effective parameters*.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from .errors import RuleError
+from .graph import Graph, Node
+from .rules import Rule, Structure, find_rule
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Step:
+    """One swept node: its rule and what is asked of it.
+
+    pull: inputs that get ξ in the backward sweep (empty: the node is skipped there);
+    push: whether its tangent is needed; bend: inputs that get a curvature source;
+    pull2: inputs that get γ in the second sweep.
+    """
+
+    node: Node
+    rule: Rule
+    pull: tuple[bool, ...]
+    push: bool
+    bend: tuple[bool, ...]
+    pull2: tuple[bool, ...]
+    keeps_xi: bool
+    reads: tuple[bool, ...]
+    reads_output: bool
+    differentiated: bool
+
+    @property
+    def curves(self) -> bool:
+        return any(self.bend)
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """The sweeps over one graph for one choice of penalised input, output and gradients."""
+
+    graph: Graph
+    penalised: tuple[int, ...]
+    target: int
+    prelude: tuple[Node, ...]
+    steps: tuple[Step, ...]
+    effective: tuple[int, ...]
+    constants: tuple[int, ...]
+    wanted: frozenset[int]
+    outputs: tuple[int, ...]
+    mutations: Mapping[str, int]
+    trained: frozenset[int]
+    moving: frozenset[int]
+    needs_head_tangent: bool
+    kept: frozenset[int]
+    drop_forward: tuple[tuple[int, ...], ...]
+    drop_tangent: tuple[tuple[int, ...], ...]
+    drop_second: tuple[tuple[int, ...], ...]
+
+    @property
+    def leaves(self) -> tuple[int, ...]:
+        """Values the sweeps start from, besides the penalised ones."""
+        return self.effective + self.constants
+
+    @property
+    def generic(self) -> tuple[Node, ...]:
+        """Nodes that run on the generic rule."""
+        return tuple(
+            s.node
+            for s in self.steps
+            if s.differentiated and s.rule.structure is Structure.GENERAL and not s.rule.own
+        )
+
+    @property
+    def piecewise_linear(self) -> bool:
+        """Whether x ↦ target is piecewise linear: no curvature in the activations."""
+        return not any(
+            s.rule.structure.curved and (s.rule.structure is not Structure.BILINEAR or _mixed(s))
+            for s in self.steps
+            if any(s.pull)
+        )
+
+
+def _mixed(step: Step) -> bool:
+    return sum(step.pull) > 1
+
+
+def make_plan(
+    graph: Graph,
+    penalised: Sequence[int],
+    target: int,
+    wanted: Iterable[int],
+    *,
+    varying_seed: bool,
+) -> Plan:
+    """Decide the four sweeps.
+
+    wanted: values whose gradient is asked for (trainable parameters, x where it requires grad);
+    varying_seed: whether v depends on the output, so that its tangent enters the head.
+    """
+    wanted = frozenset(wanted)
+    dependent = _dependent(graph, penalised)
+    needed = _needed(graph)
+    inner = [n for n in graph.nodes if needed[n.index] and n.outputs[0] in dependent]
+    prelude = tuple(n for n in graph.nodes if needed[n.index] and n.outputs[0] not in dependent)
+    rules = {n.index: find_rule(n.op) for n in graph.nodes if needed[n.index]}
+    active = _flow(graph, penalised, rules)
+    trained = _flow(graph, wanted, rules)
+    reaching = _reaching(inner, rules, active, target)
+    moving = _moving(inner, rules, active, trained, reaching, target if varying_seed else None)
+    steps = tuple(
+        _step(n, rules[n.index], active, trained, reaching, moving) for n in inner
+    )
+    for step in steps:
+        _check_random(step)
+    produced = {v for n in inner for v in n.outputs}
+    outputs = tuple(dict.fromkeys(v for v in graph.outputs if isinstance(v, int)))
+    swept_out = tuple(v for v in outputs if v in produced or v in penalised)
+    mutations = {name: v for name, v in graph.mutations.items() if v in produced}
+    read = dict.fromkeys([*(v for n in inner for v in n.inputs), target])
+    outer = [v for v in read if v not in produced and v not in penalised]
+    effective = tuple(v for v in outer if v in trained)
+    constants = tuple(v for v in outer if v not in trained)
+    kept = _kept(graph, steps)
+    pinned = {*swept_out, *mutations.values(), target}
+    return Plan(
+        graph, tuple(penalised), target, prelude, steps, effective, constants, wanted,
+        swept_out, mutations, frozenset(trained), frozenset(moving),
+        varying_seed and target in active, frozenset(kept),
+        _drops([s.node.inputs + s.node.outputs for s in steps], keep=kept | pinned),
+        _drops([s.node.inputs + s.node.outputs for s in steps], keep={target}),
+        _drops([_read_values(s) for s in reversed(steps)], keep=set()),
+    )  # fmt: skip
+
+
+def _stops(rule: Rule) -> bool:
+    return rule.structure is Structure.CONSTANT
+
+
+def _dependent(graph: Graph, sources: Iterable[int]) -> set[int]:
+    """Values whose number depends on `sources`."""
+    found = set(sources)
+    for node in graph.nodes:
+        if any(v in found for v in node.inputs):
+            found.update(node.outputs)
+    return found
+
+
+def _flow(graph: Graph, sources: Iterable[int], rules: Mapping[int, Rule]) -> set[int]:
+    """Values that a derivative reaches from `sources`."""
+    found = set(sources)
+    for node in graph.nodes:
+        rule = rules.get(node.index)
+        if rule is None or _stops(rule) or not any(v in found for v in node.inputs):
+            continue
+        for v in node.outputs:
+            meta = graph.values[v]
+            if meta is not None and meta.differentiable:
+                found.add(v)
+    return found
+
+
+def _needed(graph: Graph) -> list[bool]:
+    """Nodes whose result reaches an output or a buffer."""
+    wanted = {v for v in graph.outputs if isinstance(v, int)} | set(graph.mutations.values())
+    needed = [False] * len(graph.nodes)
+    for node in reversed(graph.nodes):
+        if any(v in wanted for v in node.outputs):
+            needed[node.index] = True
+            wanted.update(node.inputs)
+    return needed
+
+
+def _reaching(nodes, rules, active, target) -> set[int]:
+    found = {target} & active
+    for node in reversed(nodes):
+        if any(v in found for v in node.outputs) and not _stops(rules[node.index]):
+            found.update(v for v in node.inputs if v in active)
+    return found
+
+
+def _moving(nodes, rules, active, trained, reaching, head) -> set[int]:
+    """Values whose tangent is read: by a curvature source, by a K□, or by the head."""
+    moving = {head} & active if head is not None else set()
+    for node in reversed(nodes):
+        rule = rules[node.index]
+        if _stops(rule):
+            continue
+        onward = any(v in moving for v in node.outputs)
+        reaches = any(v in reaching for v in node.outputs)
+        for j, value in enumerate(node.inputs):
+            bends = reaches and any(
+                v in trained and rule.curves(i, j) for i, v in enumerate(node.inputs)
+            )
+            if value in active and (onward or bends):
+                moving.add(value)
+    return moving
+
+
+def _step(node, rule, active, trained, reaching, moving) -> Step:
+    stops = _stops(rule)
+    reaches = any(v in reaching for v in node.outputs) and not stops
+    acts = [v in active for v in node.inputs]
+    trains = [v in trained and not stops for v in node.inputs]
+    pull = tuple(reaches and a for a in acts)
+    bend = tuple(
+        reaches and t and any(a and rule.curves(i, j) for j, a in enumerate(acts))
+        for i, t in enumerate(trains)
+    )
+    push = any(v in moving for v in node.outputs) and not stops
+    live = [a or t for a, t in zip(acts, trains, strict=True)]
+    differentiated = not stops and any(v in active or v in trained for v in node.outputs)
+    reads = _reads(rule, live) if differentiated else (False,) * len(live)
+    return Step(
+        node, rule, pull, push, bend, tuple(trains), any(bend), reads,
+        differentiated and "output" in rule.reads, differentiated,
+    )  # fmt: skip
+
+
+def _reads(rule: Rule, live: Sequence[bool]) -> tuple[bool, ...]:
+    if rule.reads_inputs is not None:
+        return tuple(rule.reads_inputs(live))
+    return ("inputs" in rule.reads,) * len(live)
+
+
+def _read_values(step: Step) -> tuple[int, ...]:
+    values = [v for v, read in zip(step.node.inputs, step.reads, strict=True) if read]
+    if step.reads_output:
+        values.extend(step.node.outputs)
+    return tuple(values)
+
+
+def _kept(graph: Graph, steps: Sequence[Step]) -> set[int]:
+    """Values that a derivative will read after the forward sweep."""
+    kept: set[int] = set()
+    for step in steps:
+        kept.update(_read_values(step))
+        if step.differentiated:  # indices and masks
+            for v in step.node.inputs:
+                meta = graph.values[v]
+                if meta is not None and not meta.differentiable:
+                    kept.add(v)
+    return kept
+
+
+def _drops(uses: Sequence[Sequence[int]], keep: set[int]) -> tuple[tuple[int, ...], ...]:
+    """For each step, the values whose last use it is."""
+    last: dict[int, int] = {}
+    for position, values in enumerate(uses):
+        for v in values:
+            last[v] = position
+    drops: list[list[int]] = [[] for _ in uses]
+    for v, position in last.items():
+        if v not in keep:
+            drops[position].append(v)
+    return tuple(tuple(d) for d in drops)
+
+
+def _check_random(step: Step) -> None:
+    """A random operator cannot be run again by the generic rule: it would draw anew."""
+    seeded = torch.Tag.nondeterministic_seeded in getattr(step.node.op, "tags", ())
+    if seeded and step.differentiated and not step.rule.own:
+        raise RuleError(
+            f"{step.node} draws random numbers and has no rule of its own, so its derivative "
+            f"would see other numbers ({step.node.source}). Remedy: db.register_rule for it."
+        )

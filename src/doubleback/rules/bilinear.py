@@ -1,0 +1,353 @@
+"""Products: dense layers, convolutions, matrix products, gating, einsum."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..graph import Ref
+from ..operators import Convolution, Dense
+from .structures import bilinear, broadcast_adjoint
+from .table import Call, Rule, Tensors, overload, sum_to
+
+aten = torch.ops.aten
+DENSE = Dense()
+
+
+# ------------------------------------------------------------------------------- dense
+
+
+def _linear() -> Rule:
+    """y = x Wᵀ + b."""
+
+    def bias(call: Call, y: Tensor) -> Tensor:
+        return y.reshape(-1, y.shape[-1]).sum(0).reshape(call.metas[2].shape)
+
+    return bilinear(
+        product=lambda call, x, weight: DENSE.forward(weight, x),
+        adjoint0=lambda call, weight, y: DENSE.transpose(weight, y),
+        adjoint1=lambda call, x, y: DENSE.weight_adjoint(x, y),
+        bias=bias,
+        offset=lambda call, b: b.expand(*call.metas[0].shape[:-1], b.shape[-1]),
+        forward=lambda call: (
+            DENSE.forward(call.inputs[1], call.inputs[0], (*call.inputs, None)[2]),  # type: ignore[arg-type]
+            None,
+        ),
+    )
+
+
+# ------------------------------------------------------------------------- convolution
+
+
+def _sizes(value: Any, n: int) -> tuple[int, ...]:
+    if isinstance(value, int):
+        return (value,) * n
+    return tuple(value) * n if len(value) == 1 else tuple(value)
+
+
+def _operator(call: Call) -> Convolution:
+    """The `Convolution` that a convolution node stands for, whichever overload it is."""
+    name = call.node.op._schema.name.removeprefix("aten::")
+    n = len(call.metas[1].shape) - 2
+    get = call.argument
+    if name == "convolution":
+        stride, padding, dilation = get(3, "stride"), get(4, "padding"), get(5, "dilation")
+        transposed, extra, groups = get(6, "transposed"), get(7, "output_padding"), get(8, "groups")
+        return Convolution(
+            _sizes(stride, n), _sizes(padding, n), _sizes(dilation, n), transposed,
+            _sizes(extra, n), groups,
+        )  # fmt: skip
+    stride, padding = _sizes(get(3, "stride", 1), n), get(4, "padding", 0)
+    if name.startswith("conv_transpose"):
+        return Convolution(
+            stride, _sizes(padding, n), _sizes(get(7, "dilation", 1), n), True,
+            _sizes(get(5, "output_padding", 0), n), get(6, "groups", 1),
+        )  # fmt: skip
+    dilation, groups = _sizes(get(5, "dilation", 1), n), get(6, "groups", 1)
+    return Convolution(stride, _sizes(padding, n), dilation, False, (), groups)
+
+
+def _unbatched(call: Call) -> bool:
+    return len(call.metas[0].shape) == len(call.metas[1].shape) - 1
+
+
+def _convolution() -> Rule:
+    """y = K(θ, x) + b; an example without a batch axis gets one."""
+
+    def batched(call: Call, t: Tensor) -> Tensor:
+        return t[None] if _unbatched(call) else t
+
+    def back(call: Call, t: Tensor) -> Tensor:
+        return t[0] if _unbatched(call) else t
+
+    def product(call: Call, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return back(call, _operator(call).forward(weight, batched(call, x), bias))
+
+    def x_shape(call: Call) -> tuple[int, ...]:
+        shape = call.metas[0].shape
+        return (1, *shape) if _unbatched(call) else shape
+
+    def pull(call: Call, y: Tensor, wanted: Sequence[bool]) -> Tensors:
+        mask = (*wanted, False)[:3]
+        x = call.inputs[0] if mask[1] else None
+        weight = call.inputs[1] if mask[0] else None
+        grads = _operator(call).adjoints(
+            None if x is None else batched(call, x), weight, batched(call, y),
+            x_shape(call), call.metas[1].shape, mask,
+        )  # fmt: skip
+        found = (back(call, grads[0]) if mask[0] else None, *grads[1:])
+        return tuple(g if m else None for g, m in zip(found, mask, strict=True))[: len(wanted)]
+
+    def adjoint0(call: Call, weight: Tensor, y: Tensor) -> Tensor:
+        return back(call, _operator(call).transpose(weight, batched(call, y), x_shape(call)))
+
+    def adjoint1(call: Call, x: Tensor, y: Tensor) -> Tensor:
+        shape = call.metas[1].shape
+        return _operator(call).weight_adjoint(batched(call, x), batched(call, y), shape)
+
+    def forward(call: Call) -> tuple[Tensor, None]:
+        x, weight = call.inputs[0], call.inputs[1]
+        assert x is not None and weight is not None
+        return product(call, x, weight, (*call.inputs, None)[2]), None
+
+    def offset(call: Call, b: Tensor) -> Tensor:
+        return b.reshape(-1, *(1,) * (len(call.metas[1].shape) - 2))
+
+    return bilinear(product, adjoint0, adjoint1, forward=forward, backward=pull, offset=offset)
+
+
+# --------------------------------------------------------------------- matrix products
+
+
+def _matmul_adjoint0(call: Call, b: Tensor, y: Tensor) -> Tensor:
+    """⟨a b, y⟩ = ⟨a, y bᵀ⟩ with every vector form and broadcasting of `matmul`."""
+    a_shape = call.metas[0].shape
+    if len(a_shape) == 1 and b.dim() == 1:
+        return y * b
+    if len(a_shape) == 1:
+        return sum_to((b @ y.unsqueeze(-1)).squeeze(-1), a_shape)
+    if b.dim() == 1:
+        return sum_to(y.unsqueeze(-1) * b, a_shape)
+    return sum_to(y @ b.transpose(-2, -1), a_shape)
+
+
+def _matmul_adjoint1(call: Call, a: Tensor, y: Tensor) -> Tensor:
+    """⟨a b, y⟩ = ⟨b, aᵀ y⟩."""
+    b_shape = call.metas[1].shape
+    if a.dim() == 1 and len(b_shape) == 1:
+        return y * a
+    if a.dim() == 1:
+        return sum_to(a.unsqueeze(-1) * y.unsqueeze(-2), b_shape)
+    if len(b_shape) == 1:
+        return sum_to((a.transpose(-2, -1) @ y.unsqueeze(-1)).squeeze(-1), b_shape)
+    if len(b_shape) == 2 and a.dim() > 2:  # fold the batch into one product
+        return a.reshape(-1, a.shape[-1]).t() @ y.reshape(-1, y.shape[-1])
+    return sum_to(a.transpose(-2, -1) @ y, b_shape)
+
+
+def _matmul() -> Rule:
+    """y = a b; with a weight on the right this is a dense layer, and is counted as one."""
+    from ..counting import counted
+
+    def product(call: Call, a: Tensor, b: Tensor) -> Tensor:
+        counted(forward=1)
+        return a @ b
+
+    def adjoint0(call: Call, b: Tensor, y: Tensor) -> Tensor:
+        counted(transpose=1)
+        return _matmul_adjoint0(call, b, y)
+
+    def adjoint1(call: Call, a: Tensor, y: Tensor) -> Tensor:
+        counted(weight_adjoint=1)
+        return _matmul_adjoint1(call, a, y)
+
+    def forward(call: Call) -> tuple[Tensor, None]:
+        counted(forward=1)
+        return call.apply(call.inputs), None
+
+    return bilinear(product, adjoint0, adjoint1, forward=forward)
+
+
+def _addmm() -> Rule:
+    """y = β c + α a b (addmm, baddbmm, addmv): inputs (c, a, b), reordered to (a, b, c)."""
+    product = _matmul()
+
+    def scaled(call: Call, name: str) -> float:
+        return call.node.kwargs.get(name, 1)
+
+    def turned(call: Call) -> Call:
+        order = (1, 2)
+        return Call(
+            call.node,
+            tuple(call.inputs[i] for i in order),
+            tuple(call.metas[i] for i in order),
+        )
+
+    def backward(call: Call, y: Tensor, wanted: Sequence[bool]) -> Tensors:
+        scaled_y = y * scaled(call, "alpha") if scaled(call, "alpha") != 1 else y
+        a, b = product.backward(turned(call), scaled_y, wanted[1:])
+        c = broadcast_adjoint(call, 0, y * scaled(call, "beta")) if wanted[0] else None
+        return c, a, b
+
+    def tangent(call: Call, q: Tensors) -> Tensor | None:
+        out = product.tangent(turned(call), q[1:])
+        out = out * scaled(call, "alpha") if out is not None else None
+        if q[0] is None:
+            return out
+        shift = q[0] * scaled(call, "beta")
+        return out + shift if out is not None else shift.expand(_matmul_shape(call))
+
+    def curvature(call: Call, xi: Tensor, q: Tensors, wanted: Sequence[bool]) -> Tensors:
+        assert product.curvature is not None
+        xi = xi * scaled(call, "alpha") if scaled(call, "alpha") != 1 else xi
+        return None, *product.curvature(turned(call), xi, q[1:], wanted[1:])
+
+    def forward(call: Call) -> tuple[Tensor, None]:
+        from ..counting import counted
+
+        counted(forward=1)
+        return call.apply(call.inputs), None
+
+    return Rule(
+        structure=product.structure,
+        forward=forward,
+        backward=backward,
+        tangent=tangent,
+        curvature=curvature,
+        reads_inputs=lambda live: (False, live[2], live[1]),
+        curves=lambda i, j: (i, j) in ((1, 2), (2, 1)),
+    )
+
+
+def _matmul_shape(call: Call) -> tuple[int, ...]:
+    a, b = call.metas[1].shape, call.metas[2].shape
+    return (*a[:-1], b[-1]) if len(b) > 1 else a[:-1]
+
+
+# ------------------------------------------------------------------------------ gating
+
+
+def _mul() -> Rule:
+    """y = a ⊙ b with broadcasting, or a scalar multiple, which is linear."""
+
+    def adjoint(position: int):
+        return lambda call, other, y: broadcast_adjoint(call, position, y * other).to(
+            call.metas[position].dtype
+        )
+
+    two = bilinear(lambda call, a, b: a * b, adjoint(0), adjoint(1))
+
+    def scalar(call: Call) -> Any:
+        return next(arg for arg in call.node.args if not isinstance(arg, Ref))
+
+    def backward(call: Call, y: Tensor, wanted: Sequence[bool]) -> Tensors:
+        if len(call.inputs) == 1:
+            return (y * scalar(call),)
+        return two.backward(call, y, wanted)
+
+    def tangent(call: Call, q: Tensors) -> Any:
+        if len(call.inputs) == 1:
+            return q[0] * scalar(call)  # type: ignore[operator]
+        return two.tangent(call, q)
+
+    def reads_inputs(live: Sequence[bool]) -> Sequence[bool]:
+        return (False,) if len(live) == 1 else (live[1], live[0])
+
+    return replace(two, backward=backward, tangent=tangent, reads_inputs=reads_inputs)
+
+
+def _einsum_parts(call: Call) -> tuple[list[str], str]:
+    """Subscripts of the operands and of the result, implicit results spelled out."""
+    equation = str(call.argument(0, "equation")).replace(" ", "")
+    left, arrow, right = equation.partition("->")
+    terms = left.split(",")
+    if not arrow:
+        letters = [c for term in terms for c in term if c.isalpha()]
+        right = "".join(sorted(c for c in set(letters) if letters.count(c) == 1))
+    return terms, right
+
+
+def einsum_is_plain(equation: str) -> bool:
+    """Two operands, no ellipsis, no repeated letter in one operand."""
+    terms = equation.replace(" ", "").partition("->")[0].split(",")
+    return (
+        len(terms) == 2 and "." not in equation and all(len(set(t)) == len(t) for t in terms)
+    )
+
+
+def _einsum() -> Rule:
+    """y = einsum("a,b->c", u, w): the adjoint in one operand is an einsum with the other.
+
+    Letters that one operand alone holds and the result lacks are summed over: their adjoint
+    expands.
+    """
+    from ..counting import counted
+    from .structures import generic
+
+    fallback = generic()
+
+    def plain(call: Call) -> bool:
+        return len(call.inputs) == 2 and einsum_is_plain(str(call.argument(0, "equation")))
+
+    def product(call: Call, a: Tensor, b: Tensor) -> Tensor:
+        counted(forward=1)
+        return torch.einsum(call.argument(0, "equation"), a, b)
+
+    def adjoint(position: int):
+        def pull(call: Call, other: Tensor, y: Tensor) -> Tensor:
+            terms, result = _einsum_parts(call)
+            mine, theirs = terms[position], terms[1 - position]
+            known = [c for c in mine if c in result or c in theirs]
+            grad = torch.einsum(f"{result},{theirs}->{''.join(known)}", y, other)
+            counted(**{"weight_adjoint" if position else "transpose": 1})
+            shape = call.metas[position].shape
+            view = [shape[mine.index(c)] if c in known else 1 for c in mine]
+            return grad.reshape(view).expand(shape)
+
+        return pull
+
+    two = bilinear(product, adjoint(0), adjoint(1))
+
+    def pick(call: Call) -> Rule:
+        return two if plain(call) else fallback
+
+    def forward(call: Call) -> tuple[Tensor, None]:
+        counted(forward=1)
+        return call.apply(call.inputs), None
+
+    return Rule(
+        structure=fallback.structure,
+        forward=forward,
+        backward=lambda call, y, wanted: pick(call).backward(call, y, wanted),
+        tangent=lambda call, q: pick(call).tangent(call, q),
+        tangent_curvature=lambda call, xi, q, wanted, need: pick(call).both(
+            call, xi, q, wanted, need
+        ),
+    )
+
+
+def rules() -> Iterator[tuple[Any, Rule]]:
+    dense, convolution, matmul, addmm, gate = (
+        _linear(), _convolution(), _matmul(), _addmm(), _mul(),
+    )  # fmt: skip
+    table = {
+        dense: ["linear.default"],
+        convolution: [
+            "conv1d.default", "conv2d.default", "conv3d.default",
+            "convolution.default",
+            "conv_transpose1d.default", "conv_transpose2d.input", "conv_transpose3d.input",
+        ],
+        matmul: ["matmul.default", "mm.default", "bmm.default", "mv.default", "dot.default"],
+        addmm: ["addmm.default", "baddbmm.default", "addmv.default"],
+        gate: ["mul.Tensor"],
+        _einsum(): ["einsum.default"],
+    }  # fmt: skip
+    for rule, names in table.items():
+        for name in names:
+            op = overload(name)
+            if op is not None:
+                yield op, rule

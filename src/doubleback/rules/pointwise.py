@@ -1,0 +1,314 @@
+"""Coordinate-wise functions: g′, g″, and the stock kernel for g′⊙y where PyTorch has one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .structures import coordinatewise
+from .table import Call, Rule, Structure, Tensors, add, overload, run, sum_to
+
+aten = torch.ops.aten
+
+SELU_ALPHA, SELU_SCALE = 1.6732632423543772848170429916717, 1.0507009873554804934193349852946
+
+
+def _kernel(name: str, *parameters: Any) -> Callable[[Call], tuple[str, tuple]]:
+    return lambda call: (name, parameters)
+
+
+# --------------------------------------------------------------------------- rectifiers
+
+
+def _relu_family() -> dict[str, Rule]:
+    """Piecewise linear: the mask is read off a value that is kept anyway."""
+
+    def piece(of: str, fused: Callable[[Call, Tensor, Tensor], Tensor]) -> Rule:
+        return coordinatewise(of, lambda call, v: fused(call, torch.ones_like(v), v), None,
+                              fused=fused)  # fmt: skip
+
+    def bounds(call: Call) -> tuple[Any, Any]:
+        return call.argument(1, "min_val", -1), call.argument(2, "max_val", 1)
+
+    def clamped(call: Call, y: Tensor, x: Tensor) -> Tensor:
+        name = call.node.op._schema.name
+        low = call.argument(1, "min") if name != "aten::clamp_max" else None
+        high = call.argument(1 if name == "aten::clamp_max" else 2, "max")
+        inside = torch.ones_like(x, dtype=torch.bool)
+        if low is not None:
+            inside = inside & (x >= low)
+        if high is not None:
+            inside = inside & (x <= high)
+        return torch.where(inside, y, 0)
+
+    return {
+        "relu.default": piece("output", lambda c, y, v: aten.threshold_backward(y, v, 0)),
+        "relu6.default": piece("input", lambda c, y, v: aten.hardtanh_backward(y, v, 0, 6)),
+        "leaky_relu.default": piece(
+            "input",
+            lambda c, y, v: aten.leaky_relu_backward(
+                y, v, c.argument(1, "negative_slope", 0.01), False
+            ),
+        ),
+        "hardtanh.default": piece("input", lambda c, y, v: aten.hardtanh_backward(y, v, *bounds(c))),
+        "hardsigmoid.default": piece("input", lambda c, y, v: aten.hardsigmoid_backward(y, v)),
+        "threshold.default": piece(
+            "input", lambda c, y, v: aten.threshold_backward(y, v, c.argument(1, "threshold"))
+        ),
+        "hardshrink.default": piece(
+            "input", lambda c, y, v: aten.hardshrink_backward(y, v, c.argument(1, "lambd", 0.5))
+        ),
+        "softshrink.default": piece(
+            "input", lambda c, y, v: aten.softshrink_backward(y, v, c.argument(1, "lambd", 0.5))
+        ),
+        "prelu.default": _prelu(),
+        "abs.default": piece("input", lambda c, y, v: y * torch.sign(v)),
+        "clamp.default": piece("input", clamped),
+        "clamp_min.default": piece("input", clamped),
+        "clamp_max.default": piece("input", clamped),
+    }
+
+
+def _prelu() -> Rule:
+    """y = x for x > 0, w x below: bilinear in (w, x) on each side, so s_w = Σ ξ⊙q[x ≤ 0]."""
+
+    def laid(call: Call, w: Tensor) -> Tensor:
+        dims = len(call.metas[0].shape)
+        return w.reshape(-1, *(1,) * (dims - 2)) if w.numel() > 1 and dims > 1 else w
+
+    def factor(call: Call) -> Tensor:
+        x, w = call.inputs
+        assert x is not None and w is not None
+        return torch.where(x > 0, 1, laid(call, w))
+
+    def below(call: Call, t: Tensor) -> Tensor:
+        return torch.where(call.inputs[0] > 0, 0, t)  # type: ignore[operator]
+
+    def per_weight(call: Call, t: Tensor) -> Tensor:
+        shape = call.metas[1].shape
+        target = laid(call, t.new_empty(()).expand(shape)).shape
+        return sum_to(t, target).reshape(shape)
+
+    def backward(call: Call, y: Tensor, wanted: Sequence[bool]) -> Tensors:
+        x = call.inputs[0]
+        return (
+            y * factor(call) if wanted[0] else None,
+            per_weight(call, below(call, y * x)) if wanted[1] else None,
+        )
+
+    def tangent(call: Call, q: Tensors) -> Tensor | None:
+        out = None if q[0] is None else q[0] * factor(call)
+        if q[1] is not None:
+            out = add(out, below(call, laid(call, q[1]) * call.inputs[0]))
+        return out
+
+    def curvature(call: Call, xi: Tensor, q: Tensors, wanted: Sequence[bool]) -> Tensors:
+        s_x = s_w = None
+        if wanted[0] and q[1] is not None:
+            s_x = below(call, xi * laid(call, q[1]))
+        if wanted[1] and q[0] is not None:
+            s_w = per_weight(call, below(call, xi * q[0]))
+        return s_x, s_w
+
+    return Rule(
+        Structure.BILINEAR, run, backward, tangent, curvature, curves=lambda i, j: i != j
+    )
+
+
+# ------------------------------------------------------------------- smooth activations
+
+
+def _gelu() -> Rule:
+    """x Φ(x), or its tanh form."""
+
+    def tanh_form(call: Call) -> bool:
+        return call.node.kwargs.get("approximate", "none") == "tanh"
+
+    def first(call: Call, x: Tensor) -> Tensor:
+        return aten.gelu_backward(torch.ones_like(x), x, approximate=_form(call))
+
+    def second(call: Call, x: Tensor) -> Tensor:
+        if not tanh_form(call):  # φ(x)(2 − x²)
+            return torch.exp(-0.5 * x * x) * (2 - x * x) * (1 / math.sqrt(2 * math.pi))
+        c, a = math.sqrt(2 / math.pi), 0.044715
+        t = torch.tanh(c * (x + a * x * x * x))
+        du, ddu = c * (1 + 3 * a * x * x), 6 * c * a * x
+        return (1 - t * t) * (du + 0.5 * x * (ddu - 2 * t * du * du))
+
+    def _form(call: Call) -> str:
+        return "tanh" if tanh_form(call) else "none"
+
+    return coordinatewise(
+        "input", first, second,
+        fused=lambda call, y, x: aten.gelu_backward(y, x, approximate=_form(call)),
+        kernel=lambda call: ("gelu_tanh" if tanh_form(call) else "gelu", ()),
+    )  # fmt: skip
+
+
+def _elu(parameters: Callable[[Call], tuple[float, float, float]]) -> Rule:
+    """s·x for x > 0, s·α(e^{ix} − 1) below; ELU, SELU and CELU differ in (α, s, i)."""
+
+    def first(call: Call, x: Tensor) -> Tensor:
+        alpha, scale, inner = parameters(call)
+        return torch.where(x > 0, scale, alpha * scale * inner * torch.exp(x * inner))
+
+    def second(call: Call, x: Tensor) -> Tensor:
+        alpha, scale, inner = parameters(call)
+        return torch.where(x > 0, 0, alpha * scale * inner * inner * torch.exp(x * inner))
+
+    return coordinatewise(
+        "input", first, second,
+        fused=lambda call, y, x: aten.elu_backward(y, *parameters(call), False, x),
+        kernel=lambda call: ("elu", parameters(call)),
+    )  # fmt: skip
+
+
+def _silu_second(call: Call, x: Tensor) -> Tensor:
+    s = torch.sigmoid(x)
+    return s * (1 - s) * (2 + x * (1 - 2 * s))
+
+
+def _mish_second(call: Call, x: Tensor) -> Tensor:
+    s, t = torch.sigmoid(x), torch.tanh(torch.nn.functional.softplus(x))
+    dt = (1 - t * t) * s
+    return 2 * dt + x * (dt * (1 - s) - 2 * t * dt * s)
+
+
+def _softplus() -> Rule:
+    """log(1 + e^{βx})/β, linear beyond the threshold."""
+
+    def parameters(call: Call) -> tuple[float, float]:
+        return call.argument(1, "beta", 1), call.argument(2, "threshold", 20)
+
+    def second(call: Call, x: Tensor) -> Tensor:
+        beta, threshold = parameters(call)
+        s = torch.sigmoid(beta * x)
+        return torch.where(beta * x > threshold, 0, beta * s * (1 - s))
+
+    def fused(call: Call, y: Tensor, x: Tensor) -> Tensor:
+        return aten.softplus_backward(y, x, *parameters(call))
+
+    return coordinatewise(
+        "input", lambda call, x: fused(call, torch.ones_like(x), x), second, fused=fused,
+        kernel=lambda call: ("softplus", parameters(call)),
+    )  # fmt: skip
+
+
+def _smooth_activations() -> dict[str, Rule]:
+    def ones(backward: Callable) -> Callable[[Call, Tensor], Tensor]:
+        return lambda call, v: backward(torch.ones_like(v), v)
+
+    def known(of: str, backward: Callable, second: Callable, name: str) -> Rule:
+        return coordinatewise(
+            of, ones(backward), second, fused=lambda call, y, v: backward(y, v),
+            kernel=_kernel(name),
+        )  # fmt: skip
+
+    return {
+        "gelu.default": _gelu(),
+        "elu.default": _elu(
+            lambda c: (c.argument(1, "alpha", 1), c.argument(2, "scale", 1),
+                       c.argument(3, "input_scale", 1))
+        ),
+        "selu.default": _elu(lambda c: (SELU_ALPHA, SELU_SCALE, 1)),
+        "celu.default": _elu(lambda c: (c.argument(1, "alpha", 1), 1, 1 / c.argument(1, "alpha", 1))),
+        "silu.default": known("input", aten.silu_backward, _silu_second, "silu"),
+        "mish.default": known("input", aten.mish_backward, _mish_second, "mish"),
+        "softplus.default": _softplus(),
+        "sigmoid.default": known(
+            "output", aten.sigmoid_backward, lambda c, y: y * (1 - y) * (1 - 2 * y), "sigmoid"
+        ),
+        "tanh.default": known(
+            "output", aten.tanh_backward, lambda c, y: -2 * y * (1 - y * y), "tanh"
+        ),
+        "hardswish.default": known(
+            "input", aten.hardswish_backward,
+            lambda c, x: torch.where(x.abs() < 3, 1 / 3, 0.0).to(x.dtype), "hardswish",
+        ),
+        "log_sigmoid.default": coordinatewise(
+            "input",
+            lambda c, x: torch.sigmoid(-x),
+            lambda c, x: -torch.sigmoid(x) * torch.sigmoid(-x),
+            kernel=_kernel("logsigmoid"),
+        ),
+    }  # fmt: skip
+
+
+# -------------------------------------------------------------------------- elementary
+
+
+def _pow() -> Rule:
+    """xᵖ for a constant p; x⁰ and x¹ have no curvature, not even at 0."""
+
+    def power(x: Tensor, factor: float, p: float) -> Tensor:
+        return torch.zeros_like(x) if factor == 0 else factor * torch.pow(x, p)
+
+    def exponent(call: Call) -> float:
+        return call.argument(1, "exponent")
+
+    return coordinatewise(
+        "input",
+        lambda c, x: power(x, exponent(c), exponent(c) - 1),
+        lambda c, x: power(x, exponent(c) * (exponent(c) - 1), exponent(c) - 2),
+    )
+
+
+def _elementary() -> dict[str, Rule]:
+    """(of, g′, g″, kernel) for the functions of a calculus table."""
+    table: dict[str, tuple] = {
+        "exp": ("output", lambda y: y, lambda y: y, "exp"),
+        "expm1": ("output", lambda y: y + 1, lambda y: y + 1, None),
+        "exp2": ("output", lambda y: math.log(2) * y, lambda y: math.log(2) ** 2 * y, None),
+        "log": ("input", lambda x: 1 / x, lambda x: -1 / (x * x), "log"),
+        "log2": ("input", lambda x: 1 / (x * math.log(2)),
+                 lambda x: -1 / (x * x * math.log(2)), None),
+        "log10": ("input", lambda x: 1 / (x * math.log(10)),
+                  lambda x: -1 / (x * x * math.log(10)), None),
+        "log1p": ("input", lambda x: 1 / (1 + x), lambda x: -1 / (1 + x) ** 2, None),
+        "sqrt": ("output", lambda y: 0.5 / y, lambda y: -0.25 / (y * y * y), "sqrt"),
+        "rsqrt": ("output", lambda y: -0.5 * y**3, lambda y: 0.75 * y**5, "rsqrt"),
+        "reciprocal": ("output", lambda y: -y * y, lambda y: 2 * y**3, "reciprocal"),
+        "square": ("input", lambda x: 2 * x, lambda x: torch.full_like(x, 2), None),
+        "sin": ("input", torch.cos, lambda x: -torch.sin(x), "sin"),
+        "cos": ("input", lambda x: -torch.sin(x), lambda x: -torch.cos(x), "cos"),
+        "tan": ("output", lambda y: 1 + y * y, lambda y: 2 * y * (1 + y * y), None),
+        "asin": ("input", lambda x: torch.rsqrt(1 - x * x),
+                 lambda x: x * torch.rsqrt(1 - x * x) ** 3, None),
+        "acos": ("input", lambda x: -torch.rsqrt(1 - x * x),
+                 lambda x: -x * torch.rsqrt(1 - x * x) ** 3, None),
+        "atan": ("input", lambda x: 1 / (1 + x * x), lambda x: -2 * x / (1 + x * x) ** 2, None),
+        "sinh": ("input", torch.cosh, torch.sinh, None),
+        "cosh": ("input", torch.sinh, torch.cosh, None),
+        "asinh": ("input", lambda x: torch.rsqrt(1 + x * x),
+                  lambda x: -x * torch.rsqrt(1 + x * x) ** 3, None),
+        "atanh": ("input", lambda x: 1 / (1 - x * x), lambda x: 2 * x / (1 - x * x) ** 2, None),
+        "erf": ("input", lambda x: 2 / math.sqrt(math.pi) * torch.exp(-x * x),
+                lambda x: -4 / math.sqrt(math.pi) * x * torch.exp(-x * x), None),
+    }  # fmt: skip
+    found = {}
+    for name, (of, first, second, kernel) in table.items():
+        found[f"{name}.default"] = coordinatewise(
+            of,
+            lambda call, v, g=first: g(v),
+            lambda call, v, g=second: g(v),
+            kernel=_kernel(kernel) if kernel else None,
+        )
+    found["pow.Tensor_Scalar"] = _pow()
+    found["pow.Scalar"] = coordinatewise(
+        "output",
+        lambda c, y: math.log(c.argument(0, "self")) * y,
+        lambda c, y: math.log(c.argument(0, "self")) ** 2 * y,
+    )
+    return found
+
+
+def rules() -> Iterator[tuple[Any, Rule]]:
+    for family in (_relu_family(), _smooth_activations(), _elementary()):
+        for name, rule in family.items():
+            op = overload(name)
+            if op is not None:
+                yield op, rule

@@ -1,0 +1,113 @@
+"""Pooling and resampling. Averages and interpolation are linear; a maximum keeps its indices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .structures import linear
+from .table import Call, Rule, Structure, Tensors, overload
+
+aten = torch.ops.aten
+
+
+def _max_pool(n: int) -> Rule:
+    """y = u at the index of each window's maximum: a gather by the indices of the forward sweep."""
+    pool = {1: aten.max_pool2d_with_indices, 2: aten.max_pool2d_with_indices,
+            3: aten.max_pool3d_with_indices}[n]  # fmt: skip
+
+    def options(call: Call) -> list[Any]:
+        def sizes(value: Any) -> list[int]:
+            items = [value] if isinstance(value, int) else list(value)
+            return items * n if len(items) == 1 else items
+
+        kernel = sizes(call.argument(1, "kernel_size"))
+        stride = call.argument(2, "stride", ()) or kernel
+        found = [kernel, sizes(stride), sizes(call.argument(3, "padding", 0)),
+                 sizes(call.argument(4, "dilation", 1))]  # fmt: skip
+        if n == 1:  # a row of height one
+            found = [[fill, *part] for fill, part in zip((1, 1, 0, 1), found, strict=True)]
+        return [*found, call.argument(5, "ceil_mode", False)]
+
+    def forward(call: Call) -> tuple[Any, Tensor]:
+        x = call.inputs[0]
+        assert x is not None
+        y, index = pool(x.unsqueeze(-2) if n == 1 else x, *options(call))
+        y = y.squeeze(-2) if n == 1 else y
+        saved = index.squeeze(-2) if n == 1 else index
+        if call.node.many:
+            return (y, saved), saved
+        return y, saved
+
+    return _by_indices(forward, spatial=n)
+
+
+def _adaptive_max_pool(n: int) -> Rule:
+    def forward(call: Call) -> tuple[Any, Tensor]:
+        y, index = call.apply(call.inputs)
+        return (y, index), index
+
+    return _by_indices(forward, spatial=n)
+
+
+def _by_indices(forward: Any, spatial: int) -> Rule:
+    """q_y = q[index]; ξ_u scatters back; indices count inside each spatial plane."""
+
+    def planes(t: Tensor) -> Tensor:
+        return t.reshape(*t.shape[: t.dim() - spatial], -1)
+
+    def first(call: Call, y: Any) -> Tensor:
+        return y[0] if call.node.many else y
+
+    def backward(call: Call, y: Any, wanted: Sequence[bool]) -> Tensors:
+        y = first(call, y)
+        shape = call.metas[0].shape
+        size = 1
+        for s in shape[len(shape) - spatial :]:
+            size *= s
+        zero = y.new_zeros(*shape[: len(shape) - spatial], size)
+        flat = zero.scatter_add(-1, planes(call.saved), planes(y))
+        return (flat.reshape(shape),)
+
+    def tangent(call: Call, q: Tensors) -> Any:
+        t = q[0]
+        assert t is not None
+        out = planes(t).gather(-1, planes(call.saved)).reshape(call.saved.shape)
+        return (out, None) if call.node.many else out
+
+    return linear(
+        backward=backward, tangent=tangent, forward=forward,
+        structure=Structure.PIECEWISE_LINEAR,
+    )  # fmt: skip
+
+
+def rules() -> Iterator[tuple[Any, Rule]]:
+    averages = [
+        "avg_pool1d.default", "avg_pool2d.default", "avg_pool3d.default",
+        "adaptive_avg_pool1d.default", "adaptive_avg_pool2d.default",
+        "adaptive_avg_pool3d.default", "_adaptive_avg_pool2d.default",
+        "_adaptive_avg_pool3d.default", "upsample_nearest1d.vec", "upsample_nearest2d.vec",
+        "upsample_nearest3d.vec", "upsample_nearest1d.default", "upsample_nearest2d.default",
+        "upsample_nearest3d.default", "_upsample_nearest_exact1d.vec",
+        "_upsample_nearest_exact2d.vec", "_upsample_nearest_exact3d.vec",
+        "upsample_linear1d.vec", "upsample_linear1d.default", "upsample_bilinear2d.vec",
+        "upsample_bilinear2d.default", "upsample_trilinear3d.vec",
+        "upsample_trilinear3d.default", "upsample_bicubic2d.vec", "upsample_bicubic2d.default",
+        "_upsample_bilinear2d_aa.vec", "_upsample_bicubic2d_aa.vec",
+    ]  # fmt: skip
+    maxima = {
+        1: ["max_pool1d.default"],
+        2: ["max_pool2d.default", "max_pool2d_with_indices.default"],
+        3: ["max_pool3d.default", "max_pool3d_with_indices.default"],
+    }
+    table: list[tuple[Rule, list[str]]] = [(linear(), averages)]
+    table += [(_max_pool(n), names) for n, names in maxima.items()]
+    table += [(_adaptive_max_pool(n), [f"adaptive_max_pool{n}d.default"]) for n in (1, 2, 3)]
+    for rule, names in table:
+        for name in names:
+            op = overload(name)
+            if op is not None:
+                yield op, rule

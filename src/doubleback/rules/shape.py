@@ -1,0 +1,258 @@
+"""Shape operators: linear, so the transpose is all there is to say, and often not even that."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .structures import linear
+from .table import Call, Rule, Structure, Tensors, overload, run, sum_to
+
+aten = torch.ops.aten
+
+
+def _reshape() -> Rule:
+    """A view by another shape; a copy where the sweeps' layout does not allow a view."""
+
+    def forward(call: Call) -> tuple[Tensor, None]:
+        return call.inputs[0].reshape(call.argument(1, "size")), None  # type: ignore[union-attr]
+
+    return linear(
+        lambda call, y: y.reshape(call.metas[0].shape),
+        tangent=lambda call, q: q[0].reshape(call.argument(1, "size")),  # type: ignore[union-attr]
+        forward=forward,
+    )
+
+
+def _same_entries() -> Rule:
+    """squeeze, unsqueeze, flatten: the same entries under another shape."""
+    return linear(lambda call, y: y.reshape(call.metas[0].shape))
+
+
+def _permute() -> Rule:
+    def transpose(call: Call, y: Tensor) -> Tensor:
+        dims = [d % y.dim() for d in call.argument(1, "dims")]
+        inverse = [0] * len(dims)
+        for new, old in enumerate(dims):
+            inverse[old] = new
+        return y.permute(inverse)
+
+    return linear(transpose)
+
+
+def _cat() -> Rule:
+    """Concatenation; the transpose cuts. Pieces without a tangent are zeros."""
+
+    def backward(call: Call, y: Tensor, wanted: Sequence[bool]) -> Tensors:
+        dim = call.argument(1, "dim", 0)
+        grads: list[Tensor | None] = []
+        start = 0
+        for meta, want in zip(call.metas, wanted, strict=True):
+            if meta.shape == (0,):  # cat skips empty one-dimensional tensors
+                grads.append(torch.zeros(0, dtype=meta.dtype, device=meta.device) if want else None)
+                continue
+            size = meta.shape[dim]
+            grads.append(y.narrow(dim, start, size).to(meta.dtype) if want else None)
+            start += size
+        return grads
+
+    return linear(backward=backward)
+
+
+def _stack() -> Rule:
+    def backward(call: Call, y: Tensor, wanted: Sequence[bool]) -> Tensors:
+        parts = y.unbind(call.argument(1, "dim", 0))
+        return [part if want else None for part, want in zip(parts, wanted, strict=True)]
+
+    return linear(backward=backward)
+
+
+def _pieces(join: str) -> Rule:
+    """split, chunk, unbind: the transpose joins the pieces, absent ones as zeros."""
+
+    def backward(call: Call, y: Any, wanted: Sequence[bool]) -> Tensors:
+        meta = call.metas[0]
+        if join == "stack":
+            dim = call.argument(1, "dim", 0)
+            shape = list(meta.shape)
+            del shape[dim % len(shape)]
+            sizes = [shape] * len(y)
+        else:
+            dim = call.argument(2, "dim", 0)
+            lengths = _lengths(call, len(y), meta.shape[dim])
+            sizes = [_resized(meta.shape, dim, n) for n in lengths]
+        like = next(part for part in y if part is not None)
+        parts = [
+            part if part is not None else like.new_zeros(size)
+            for part, size in zip(y, sizes, strict=True)
+        ]
+        return (torch.stack(parts, dim) if join == "stack" else torch.cat(parts, dim),)
+
+    return linear(backward=backward)
+
+
+def _lengths(call: Call, count: int, total: int) -> list[int]:
+    asked = call.argument(1, "split_size")
+    if asked is None:
+        asked = call.argument(1, "split_sizes")
+    if isinstance(asked, (list, tuple)):
+        return list(asked)
+    if call.node.op._schema.name == "aten::chunk":
+        asked = -(-total // asked)
+    return [min(asked, total - i * asked) for i in range(count)]
+
+
+def _resized(shape: Sequence[int], dim: int, size: int) -> list[int]:
+    new = list(shape)
+    new[dim] = size
+    return new
+
+
+def _slice() -> Rule:
+    def transpose(call: Call, y: Tensor) -> Tensor:
+        shape = call.metas[0].shape
+        dim = call.argument(1, "dim", 0)
+        start, end = call.argument(2, "start"), call.argument(3, "end")
+        step = call.argument(4, "step", 1)
+        end = shape[dim] if end is None else end
+        return aten.slice_backward(y, list(shape), dim, start or 0, end, step)
+
+    return linear(transpose)
+
+
+def _select() -> Rule:
+    return linear(
+        lambda call, y: aten.select_backward(
+            y, list(call.metas[0].shape), call.argument(1, "dim"), call.argument(2, "index")
+        )
+    )
+
+
+def _cast() -> Rule:
+    """A change of dtype, device or layout: the transpose changes back."""
+
+    def transpose(call: Call, y: Tensor) -> Tensor:
+        meta = call.metas[0]
+        return y.to(device=meta.device, dtype=meta.dtype)
+
+    return linear(transpose)
+
+
+def _dropout() -> Rule:
+    """y = m⊙u/(1−p) with the boolean mask m drawn in the forward sweep."""
+
+    def forward(call: Call) -> tuple[Any, Any]:
+        x, p, train = call.inputs[0], call.argument(1, "p"), call.argument(2, "train", True)
+        assert x is not None
+        if not train or p == 0:
+            return (x.clone(), torch.ones_like(x, dtype=torch.bool)), None
+        if x.is_cuda or p == 1:
+            out, mask = aten.native_dropout(x, p, True)
+            return (out, mask), mask
+        mask = torch.empty_like(x).bernoulli_(1 - p).bool()  # the numbers `F.dropout` draws
+        return (x * mask / (1 - p), mask), mask
+
+    def scale(call: Call, t: Tensor) -> Tensor:
+        p = call.argument(1, "p")
+        if call.saved is None:
+            return t
+        return aten.native_dropout_backward(t, call.saved, 0.0 if p == 1 else 1 / (1 - p))
+
+    return linear(
+        backward=lambda call, y, wanted: (scale(call, y[0]),),
+        tangent=lambda call, q: (scale(call, q[0]), None),  # type: ignore[arg-type]
+        forward=forward,
+    )
+
+
+def _identity_on_first() -> Rule:
+    return linear(lambda call, y: y)
+
+
+def _gather_like() -> Rule:
+    """gather, index_select, index, embedding, …: linear with kept indices, by reverse mode."""
+    return linear()
+
+
+def _stop() -> Rule:
+    """The derivative ends here: detach, comparisons' results, rounding."""
+
+    def absent(*_: Any) -> Any:
+        raise AssertionError("a stopped derivative is never taken")
+
+    return Rule(
+        Structure.CONSTANT, run, absent, absent, reads=frozenset(), curves=lambda i, j: False
+    )
+
+
+def _random_fill() -> Rule:
+    """empty_like, bernoulli, randn_like, zeros_like, …: nothing depends on the entries of u."""
+    return _stop()
+
+
+def rules() -> Iterator[tuple[Any, Rule]]:
+    same = [
+        "squeeze.default", "squeeze.dim", "squeeze.dims", "unsqueeze.default",
+        "flatten.using_ints", "unflatten.int", "view_as.default", "reshape_as.default",
+    ]  # fmt: skip
+    by_reverse_mode = [
+        "constant_pad_nd.default", "reflection_pad1d.default", "reflection_pad2d.default",
+        "reflection_pad3d.default", "replication_pad1d.default", "replication_pad2d.default",
+        "replication_pad3d.default", "roll.default", "flip.default", "rot90.default",
+        "tril.default", "triu.default", "diagonal.default", "diag_embed.default",
+        "unfold.default", "im2col.default", "col2im.default", "repeat.default",
+        "repeat_interleave.self_int", "repeat_interleave.Tensor", "tile.default",
+        "movedim.intlist", "movedim.int", "swapaxes.default", "cumsum.default",
+        "pixel_shuffle.default", "pixel_unshuffle.default", "channel_shuffle.default",
+        "gather.default", "index_select.default", "index.Tensor", "embedding.default",
+        "take_along_dim.default", "index_add.default", "scatter_add.default",
+        "select_scatter.default", "slice_scatter.default", "index_copy.default",
+        "scatter.src", "masked_scatter.default", "trace.default", "broadcast_to.default",
+        "real.default", "imag.default", "view_as_real.default", "view_as_complex.default",
+        "expand_as.default", "as_strided.default", "lerp.Scalar",
+    ]  # fmt: skip
+    identical = [
+        "clone.default", "contiguous.default", "alias.default", "lift_fresh_copy.default",
+        "lift_fresh.default", "positive.default",
+    ]  # fmt: skip
+    stopped = [
+        "detach.default", "sign.default", "round.default", "floor.default", "ceil.default",
+        "trunc.default", "zeros_like.default", "ones_like.default", "empty_like.default",
+        "full_like.default", "rand_like.default", "randn_like.default", "bernoulli.default",
+        "bernoulli.p", "new_zeros.default", "new_ones.default", "new_full.default",
+        "new_empty.default", "heaviside.default",
+    ]  # fmt: skip
+    table: dict[Rule, list[str]] = {
+        _reshape(): ["view.default", "reshape.default", "_unsafe_view.default"],
+        _same_entries(): same,
+        _permute(): ["permute.default"],
+        linear(
+            lambda call, y: y.transpose(call.argument(1, "dim0"), call.argument(2, "dim1"))
+        ): ["transpose.int"],
+        linear(lambda call, y: y.t()): ["t.default", "numpy_T.default"],
+        linear(lambda call, y: sum_to(y, call.metas[0].shape)): ["expand.default"],
+        _cat(): ["cat.default"],
+        _stack(): ["stack.default"],
+        _pieces("cat"): [
+            "split.Tensor", "split_with_sizes.default", "chunk.default", "split.sizes",
+        ],
+        _pieces("stack"): ["unbind.int"],
+        _slice(): ["slice.Tensor"],
+        _select(): ["select.int"],
+        _cast(): ["_to_copy.default", "to.dtype", "to.dtype_layout", "to.device", "type_as.default"],
+        _dropout(): ["native_dropout.default"],
+        _identity_on_first(): identical,
+        _gather_like(): by_reverse_mode,
+        _stop(): stopped,
+    }  # fmt: skip
+    for rule, names in table.items():
+        for name in names:
+            op = overload(name)
+            if op is not None:
+                yield op, rule
+    from ..capture import stop_gradient
+
+    yield stop_gradient, _stop()

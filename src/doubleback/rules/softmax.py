@@ -1,0 +1,133 @@
+"""softmax, log_softmax and logsumexp: closed forms from the probabilities (theory §4)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .structures import widened
+from .table import Call, Rule, Structure, Tensors, overload
+
+aten = torch.ops.aten
+
+
+def softmax_curvature(s: Tensor, v: Tensor, h: Tensor, dim: int) -> Tensor:
+    """∂_u⟨v, S h⟩ with S = diag(s) − ssᵀ, s = softmax(u):
+
+    s⊙v⊙h − ⟨s,v⟩ s⊙h − ⟨s,h⟩ s⊙v − ⟨s, v⊙h⟩ s + 2⟨s,v⟩⟨s,h⟩ s
+    = s⊙(a⊙b − ⟨s, a⊙b⟩) with a = v − ⟨s,v⟩, b = h − ⟨s,h⟩.
+    """
+    wide, back = widened(s)
+    a = v - (wide * v).sum(dim, keepdim=True)
+    b = h - (wide * h).sum(dim, keepdim=True)
+    ab = a * b
+    return back(wide * (ab - (wide * ab).sum(dim, keepdim=True)))
+
+
+def _dim(call: Call) -> int:
+    return call.argument(1, "dim")
+
+
+def _softmax() -> Rule:
+    """S is symmetric: one kernel, S y = s⊙(y − ⟨s,y⟩), serves backward and tangent."""
+
+    def apply(call: Call, y: Tensor) -> Tensor:
+        out = call.out
+        result = aten._softmax_backward_data(y.to(out.dtype), out, _dim(call), out.dtype)
+        return result
+
+    def backward(call: Call, y: Tensor, wanted: Sequence[bool]) -> Tensors:
+        return (apply(call, y).to(call.metas[0].dtype),)
+
+    def tangent(call: Call, q: Tensors) -> Tensor:
+        return apply(call, q[0])  # type: ignore[arg-type]
+
+    def curvature(call: Call, xi: Tensor, q: Tensors, wanted: Sequence[bool]) -> Tensors:
+        source = softmax_curvature(call.out, xi, q[0], _dim(call))  # type: ignore[arg-type]
+        return (source.to(call.metas[0].dtype),)
+
+    return _general(backward, tangent, curvature)
+
+
+def _log_softmax() -> Rule:
+    """y = u − lse(u), s = eʸ: dy·q = q − ⟨s,q⟩, source −Σξ · s⊙(q − ⟨s,q⟩)."""
+
+    def backward(call: Call, y: Tensor, wanted: Sequence[bool]) -> Tensors:
+        out = call.out
+        grad = aten._log_softmax_backward_data(y.to(out.dtype), out, _dim(call), out.dtype)
+        return (grad.to(call.metas[0].dtype),)
+
+    def tangent(call: Call, q: Tensors) -> Tensor:
+        wide, back = widened(call.out)
+        return back(q[0] - (wide.exp() * q[0]).sum(_dim(call), keepdim=True))
+
+    def curvature(call: Call, xi: Tensor, q: Tensors, wanted: Sequence[bool]) -> Tensors:
+        dim = _dim(call)
+        wide, _ = widened(call.out)
+        s = wide.exp()
+        inner = q[0] - (s * q[0]).sum(dim, keepdim=True)
+        total = xi.to(s.dtype).sum(dim, keepdim=True)
+        return ((-total * s * inner).to(call.metas[0].dtype),)
+
+    return _general(backward, tangent, curvature)
+
+
+def _logsumexp() -> Rule:
+    """y = lse(u), ∇ = s = softmax(u): dy·q = ⟨s,q⟩, source ξ·s⊙(q − ⟨s,q⟩)."""
+
+    def dims(call: Call) -> list[int]:
+        dim = call.argument(1, "dim")
+        return [dim] if isinstance(dim, int) else list(dim)
+
+    def keep(call: Call, t: Tensor) -> Tensor:
+        if call.argument(2, "keepdim", False):
+            return t
+        n = len(call.metas[0].shape)
+        for dim in sorted(d % n for d in dims(call)):
+            t = t.unsqueeze(dim)
+        return t
+
+    def weights(call: Call) -> Tensor:
+        return torch.exp(call.inputs[0] - keep(call, call.out))
+
+    def backward(call: Call, y: Tensor, wanted: Sequence[bool]) -> Tensors:
+        return (keep(call, y) * weights(call),)
+
+    def tangent(call: Call, q: Tensors) -> Tensor:
+        kept = call.argument(2, "keepdim", False)
+        return (weights(call) * q[0]).sum(dims(call), keepdim=kept)
+
+    def curvature(call: Call, xi: Tensor, q: Tensors, wanted: Sequence[bool]) -> Tensors:
+        s = weights(call)
+        return (keep(call, xi) * s * (q[0] - (s * q[0]).sum(dims(call), keepdim=True)),)
+
+    return _general(backward, tangent, curvature, reads=frozenset({"inputs", "output"}))
+
+
+def _general(
+    backward: Callable,
+    tangent: Callable,
+    curvature: Callable,
+    reads: frozenset[str] = frozenset({"output"}),
+) -> Rule:
+    from .table import run
+
+    return Rule(Structure.GENERAL, run, backward, tangent, curvature, reads=reads)
+
+
+def rules() -> Iterator[tuple[Any, Rule]]:
+    names = {
+        "softmax.int": _softmax(),
+        "_softmax.default": _softmax(),
+        "_safe_softmax.default": _softmax(),
+        "log_softmax.int": _log_softmax(),
+        "_log_softmax.default": _log_softmax(),
+        "logsumexp.default": _logsumexp(),
+    }
+    for name, rule in names.items():
+        op = overload(name)
+        if op is not None:
+            yield op, rule

@@ -1,0 +1,340 @@
+"""From a structure to a whole rule: what linear, bilinear, coordinate-wise … already imply."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .table import Call, Rule, Structure, Tensors, add, run, sum_to, zeros
+
+
+def like_output(result: Any, many: bool) -> tuple:
+    return tuple(result) if many else (result,)
+
+
+# ------------------------------------------------------------------------------- linear
+
+
+def linear(
+    transpose: Callable[[Call, Any], Tensor] | None = None,
+    *,
+    tangent: Callable[[Call, Tensors], Any] | None = None,
+    backward: Callable[[Call, Any, Sequence[bool]], Tensors] | None = None,
+    forward: Callable[[Call], tuple[Any, Any]] = run,
+    structure: Structure = Structure.LINEAR,
+    reads: frozenset[str] = frozenset(),
+) -> Rule:
+    """y = A(u₁ … u_n), jointly linear in its floating-point inputs.
+
+    transpose(call, y) → Aᵀy for one input; `backward` for several. Left out, Aᵀ is taken by
+    reverse mode at zero, which for a linear map is exact and reads no value. The tangent is A
+    itself; give `tangent` where the operator adds an offset (`masked_fill`, `add`).
+    """
+
+    def transposed(call: Call, y: Any, wanted: Sequence[bool]) -> Tensors:
+        if transpose is None:
+            return _transpose_by_reverse_mode(call, y, wanted)
+        rest = (None,) * (len(call.inputs) - 1)
+        return (transpose(call, y) if wanted[0] else None, *rest)
+
+    return Rule(
+        structure=structure,
+        forward=forward,
+        backward=backward or transposed,
+        tangent=tangent or _apply_to_tangents,
+        reads=reads,
+        curves=lambda i, j: False,
+    )
+
+
+def _apply_to_tangents(call: Call, q: Tensors) -> Any:
+    inputs = [
+        tangent if tangent is not None else (zeros(meta) if meta.differentiable else value)
+        for tangent, meta, value in zip(q, call.metas, call.inputs, strict=True)
+    ]
+    return call.apply(inputs)
+
+
+def _transpose_by_reverse_mode(call: Call, y: Any, wanted: Sequence[bool]) -> Tensors:
+    with torch.enable_grad():
+        inputs = [
+            zeros(meta).requires_grad_(want) if meta.differentiable else value
+            for meta, value, want in zip(call.metas, call.inputs, wanted, strict=True)
+        ]
+        outputs = like_output(call.apply(inputs), call.node.many)
+    return _vjp(outputs, inputs, like_output(y, call.node.many), wanted)
+
+
+def _vjp(outputs: Sequence, inputs: Sequence, y: Sequence, wanted: Sequence[bool]) -> Tensors:
+    pairs = [
+        (out, part)
+        for out, part in zip(outputs, y, strict=True)
+        if part is not None and out.requires_grad
+    ]
+    chosen = [value for value, want in zip(inputs, wanted, strict=True) if want]
+    if not pairs or not chosen:
+        return (None,) * len(inputs)
+    grads = iter(
+        torch.autograd.grad(
+            [out for out, _ in pairs], chosen, [part for _, part in pairs], allow_unused=True
+        )
+    )
+    return tuple(next(grads) if want else None for want in wanted)
+
+
+# ----------------------------------------------------------------------------- bilinear
+
+
+def bilinear(
+    product: Callable[[Call, Tensor, Tensor], Tensor],
+    adjoint0: Callable[[Call, Tensor, Tensor], Tensor],
+    adjoint1: Callable[[Call, Tensor, Tensor], Tensor],
+    *,
+    bias: Callable[[Call, Tensor], Tensor] | None = None,
+    forward: Callable[[Call], tuple[Any, Any]] = run,
+    backward: Callable[[Call, Tensor, Sequence[bool]], Tensors] | None = None,
+    offset: Callable[[Call, Tensor], Tensor] | None = None,
+) -> Rule:
+    """y = B(u₀, u₁) + b, bilinear in the first two tensor inputs, plus an offset.
+
+    ⟨B(u₀,u₁), y⟩ = ⟨u₀, adjoint0(u₁, y)⟩ = ⟨u₁, adjoint1(u₀, y)⟩; `bias(call, y)` is the
+    transpose of adding the third input, `offset(call, q₂)` its tangent. All else follows:
+
+        q_y = B(q₀, u₁) + B(u₀, q₁) + offset(q₂)
+        s₀ = adjoint0(q₁, ξ),   s₁ = adjoint1(q₀, ξ)
+    """
+
+    def pull(call: Call, y: Tensor, wanted: Sequence[bool]) -> Tensors:
+        grads: list[Tensor | None] = [None] * len(call.inputs)
+        if wanted[0]:
+            grads[0] = adjoint0(call, _value(call, 1), y)
+        if wanted[1]:
+            grads[1] = adjoint1(call, _value(call, 0), y)
+        if len(wanted) > 2 and wanted[2] and bias is not None:
+            grads[2] = bias(call, y)
+        return grads
+
+    def tangent(call: Call, q: Tensors) -> Tensor | None:
+        out = None
+        if q[0] is not None:
+            out = product(call, q[0], _value(call, 1))
+        if q[1] is not None:
+            out = add(out, product(call, _value(call, 0), q[1]))
+        if len(q) > 2 and q[2] is not None:
+            shift = offset(call, q[2]) if offset is not None else q[2]
+            out = add(out, shift)
+        return out
+
+    def curvature(call: Call, xi: Tensor, q: Tensors, wanted: Sequence[bool]) -> Tensors:
+        sources: list[Tensor | None] = [None] * len(call.inputs)
+        if wanted[0] and q[1] is not None:
+            sources[0] = adjoint0(call, q[1], xi)
+        if wanted[1] and q[0] is not None:
+            sources[1] = adjoint1(call, q[0], xi)
+        return sources
+
+    def reads_inputs(live: Sequence[bool]) -> Sequence[bool]:
+        return (live[1], live[0], *(False for _ in live[2:]))
+
+    return Rule(
+        structure=Structure.BILINEAR,
+        forward=forward,
+        backward=backward or pull,
+        tangent=tangent,
+        curvature=curvature,
+        reads=frozenset({"inputs"}),
+        reads_inputs=reads_inputs,
+        curves=lambda i, j: (i, j) in ((0, 1), (1, 0)),
+    )
+
+
+def _value(call: Call, position: int) -> Tensor:
+    value = call.inputs[position]
+    assert value is not None, f"{call.node} reads an input that was freed"
+    return value
+
+
+# ---------------------------------------------------------------------- coordinate-wise
+
+
+def coordinatewise(
+    of: str,
+    first: Callable[..., Tensor],
+    second: Callable[..., Tensor] | None,
+    *,
+    fused: Callable[[Call, Tensor, Tensor], Tensor] | None = None,
+    kernel: Callable[[Call], tuple[str, tuple]] | None = None,
+    forward: Callable[[Call], tuple[Any, Any]] = run,
+) -> Rule:
+    """y = g(u), coordinate by coordinate: dg·q = g′⊙q is its own adjoint, s_u = g″⊙q⊙ξ.
+
+    of: whether g′ and g″ are functions of the "input" or of the "output".
+    first(call, v) → g′, second(call, v) → g″ (None: piecewise linear).
+    fused(call, y, v) → g′⊙y by one stock kernel.
+    kernel(call) → (name, parameters) of a fused g″⊙q⊙ξ where Triton runs.
+    """
+
+    def value(call: Call) -> Tensor:
+        return call.out if of == "output" else _value(call, 0)
+
+    def scale(call: Call, y: Tensor) -> Tensor:
+        if fused is not None:
+            return fused(call, y, value(call))
+        wide, back = widened(value(call))
+        return back(first(call, wide) * y)
+
+    def curvature(call: Call, xi: Tensor, q: Tensors, wanted: Sequence[bool]) -> Tensors:
+        h = q[0]
+        if not wanted[0] or h is None or second is None:
+            return (None,) * len(call.inputs)
+        v = value(call)
+        if kernel is not None and v.is_cuda and not tracing(v):
+            from ..kernels import pointwise_triton
+
+            name, parameters = kernel(call)
+            if pointwise_triton.supports(name, v, h, xi):
+                source = pointwise_triton.curvature(name, v, h, xi, *parameters)
+                return (source, *(None for _ in call.inputs[1:]))
+        wide, back = widened(v)
+        return (back(second(call, wide) * h * xi), *(None for _ in call.inputs[1:]))
+
+    piecewise = second is None
+    return Rule(
+        structure=Structure.PIECEWISE_LINEAR if piecewise else Structure.COORDINATEWISE,
+        forward=forward,
+        backward=lambda call, y, wanted: (
+            scale(call, y) if wanted[0] else None,
+            *(None for _ in call.inputs[1:]),
+        ),
+        tangent=lambda call, q: scale(call, _tangent(q)),
+        curvature=None if piecewise else curvature,
+        reads=frozenset({"output" if of == "output" else "inputs"}),
+        curves=(lambda i, j: False) if piecewise else (lambda i, j: True),
+    )
+
+
+def _tangent(q: Tensors) -> Tensor:
+    assert q[0] is not None
+    return q[0]
+
+
+def widened(value: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """16-bit values are computed with in float32; the second result casts back."""
+    if value.dtype in (torch.bfloat16, torch.float16):
+        dtype = value.dtype
+        return value.float(), lambda result: result.to(dtype)
+    return value, lambda result: result
+
+
+def tracing(value: Tensor) -> bool:
+    """Whether the sweeps are being flattened rather than run."""
+    from torch._subclasses.fake_tensor import FakeTensor
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+    return (
+        isinstance(value, FakeTensor)
+        or get_proxy_mode() is not None
+        or torch.compiler.is_compiling()
+    )
+
+
+# ------------------------------------------------------------------------------ generic
+
+
+def generic(forward: Callable[[Call], tuple[Any, Any]] = run) -> Rule:
+    """Any operator that PyTorch can differentiate twice, by reverse over reverse.
+
+    With v(ξ) = (∂F)*ξ and s = ⟨v(ξ), q⟩, one gradient of s gives both the tangent
+    ∂s/∂ξ = ∂F·q and the source ∂s/∂u. Reverse over *forward* is wrong for several of
+    PyTorch's norms.
+    """
+
+    def pull(call: Call, y: Any, wanted: Sequence[bool]) -> Tensors:
+        with torch.enable_grad():
+            inputs = _leaves(call, wanted)
+            outputs = like_output(call.apply(inputs), call.node.many)
+        return _vjp(outputs, inputs, like_output(y, call.node.many), wanted)
+
+    def tangent(call: Call, q: Tensors) -> Any:
+        return push(call, None, q, (False,) * len(call.inputs), True)[0]
+
+    def push(
+        call: Call, xi: Any, q: Tensors, wanted: Sequence[bool], need_tangent: bool
+    ) -> tuple[Any, Tensors]:
+        many = call.node.many
+        moving = [part is not None for part in q]
+        with torch.enable_grad():
+            leaves = _leaves(call, [m or w for m, w in zip(moving, wanted, strict=True)])
+            outputs = like_output(call.apply(leaves), many)
+            seeds = [
+                None if not out.requires_grad else _seed(out, part)
+                for out, part in zip(outputs, _parts(xi, outputs, many), strict=True)
+            ]
+            pairs = [(o, s) for o, s in zip(outputs, seeds, strict=True) if s is not None]
+            along = [leaf for leaf, m in zip(leaves, moving, strict=True) if m]
+            pulled = torch.autograd.grad(
+                [o for o, _ in pairs], along, [s for _, s in pairs],
+                create_graph=True, allow_unused=True,
+            )  # fmt: skip
+            terms = [
+                (grad * part).sum()
+                for grad, part in zip(pulled, (p for p in q if p is not None), strict=True)
+                if grad is not None
+            ]
+            total = torch.stack(terms).sum() if terms else None
+        return _second_gradients(call, total, seeds, leaves, wanted, need_tangent)
+
+    return Rule(
+        structure=Structure.GENERAL,
+        forward=forward,
+        backward=pull,
+        tangent=tangent,
+        tangent_curvature=push,
+        own=False,
+    )
+
+
+def _leaves(call: Call, wanted: Sequence[bool]) -> list:
+    return [
+        value.detach().requires_grad_(want) if meta.differentiable and value is not None else value
+        for value, meta, want in zip(call.inputs, call.metas, wanted, strict=True)
+    ]
+
+
+def _parts(xi: Any, outputs: Sequence[Tensor], many: bool) -> Sequence[Tensor | None]:
+    return (None,) * len(outputs) if xi is None else like_output(xi, many)
+
+
+def _seed(out: Tensor, xi: Tensor | None) -> Tensor:
+    seed = torch.zeros_like(out) if xi is None else xi.detach()
+    return seed.requires_grad_()
+
+
+def _second_gradients(
+    call: Call,
+    total: Tensor | None,
+    seeds: Sequence[Tensor | None],
+    leaves: Sequence,
+    wanted: Sequence[bool],
+    need_tangent: bool,
+) -> tuple[Any, Tensors]:
+    none = (None,) * len(leaves)
+    if total is None or not total.requires_grad:
+        return None, none
+    targets = [leaf for leaf, want in zip(leaves, wanted, strict=True) if want]
+    ends = [seed for seed in seeds if seed is not None] if need_tangent else []
+    grads = torch.autograd.grad(total, [*ends, *targets], allow_unused=True)
+    head, tail = iter(grads[: len(ends)]), iter(grads[len(ends) :])
+    sources = tuple(next(tail) if want else None for want in wanted)
+    if not need_tangent:
+        return None, sources
+    tangents = tuple(None if seed is None else next(head) for seed in seeds)
+    return (tangents if call.node.many else tangents[0]), sources
+
+
+def broadcast_adjoint(call: Call, position: int, grad: Tensor) -> Tensor:
+    """Sum a gradient down to the shape of one input."""
+    return sum_to(grad, call.metas[position].shape)

@@ -1,0 +1,189 @@
+"""One record per operator. A rule states its structure and writes only what is left (theory §2).
+
+With y = F(u₁ … u_n), cotangents ξ, tangents q and second-order cotangents γ, four things are
+asked of a node:
+
+    forward     y, and whatever the derivatives will read (indices, statistics, a mask)
+    backward    ξ_u = (∂_uF)* ξ_y                      (also carries γ in the second sweep)
+    tangent     q_y = Σ_u ∂_uF q_u
+    curvature   s_u = ∂_u ⟨ξ_y, Σ_u' ∂_u'F q_u'⟩       (the source that joins γ_u)
+
+`backward` and `curvature` return one entry per tensor input and compute only the `wanted` ones.
+None stands for zero everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import RuleError
+from ..graph import Meta, Node, Ref, map_refs
+
+Tensors = Sequence[Tensor | None]
+
+
+class Structure(Enum):
+    """What the planner may conclude without looking at the formulas."""
+
+    LINEAR = "linear"
+    BILINEAR = "bilinear"
+    COORDINATEWISE = "coordinate-wise"
+    PIECEWISE_LINEAR = "piecewise linear"
+    STANDARDISATION = "standardisation"
+    GENERAL = "general"
+    CONSTANT = "constant"
+
+    @property
+    def curved(self) -> bool:
+        """Whether ∂²F in the activations can differ from zero."""
+        return self not in (Structure.LINEAR, Structure.PIECEWISE_LINEAR, Structure.CONSTANT)
+
+
+@dataclass(slots=True)
+class Call:
+    """One executed node as its rule sees it.
+
+    `inputs` are the tensor inputs in flattened order; one whose value the rule does not read
+    (see `Rule.reads`) may be None, its shape is in `metas`. `out` is None unless the rule reads
+    it. `saved` is what `forward` handed over.
+    """
+
+    node: Node
+    inputs: tuple[Tensor | None, ...]
+    metas: tuple[Meta, ...]
+    out: Any = None
+    saved: Any = None
+
+    def argument(self, position: int, name: str, default: Any = None) -> Any:
+        """An argument that is no tensor, by position or by name."""
+        if position < len(self.node.args):
+            return self.node.args[position]
+        return self.node.kwargs.get(name, default)
+
+    def tensor(self, position: int, name: str) -> Tensor | None:
+        """A tensor argument by position or by name; None where it was left out."""
+        found = self.argument(position, name)
+        return self.inputs[self.slot(found)] if isinstance(found, Ref) else None
+
+    def slot(self, ref: Ref) -> int:
+        return self.node.inputs.index(ref.index)
+
+    def apply(self, inputs: Sequence[Any]) -> Any:
+        """The operator on other tensor inputs, all other arguments unchanged."""
+        values = iter(inputs)
+
+        def next_value(_: Ref) -> Any:
+            return next(values)
+
+        args = map_refs(self.node.args, next_value)
+        kwargs = map_refs(dict(self.node.kwargs), next_value)
+        return self.node.op(*args, **kwargs)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """All that the sweeps need to know of one operator.
+
+    reads: which values the derivatives read, of "inputs" and "output"; integer and boolean
+        inputs (indices, masks) are always kept.
+    reads_inputs(live): per input, whether its value is read when the `live` inputs are
+        differentiated; None derives it from `reads`.
+    curves(i, j): whether s_i depends on q_j, that is, whether ∂_i∂_jF can differ from zero.
+    own: False for the generic rule, which any operator without a rule of its own runs on.
+    tangent_curvature: both at once where they share work: (q_y | None, sources).
+    """
+
+    structure: Structure
+    forward: Callable[[Call], tuple[Any, Any]]
+    backward: Callable[[Call, Any, Sequence[bool]], Tensors]
+    tangent: Callable[[Call, Tensors], Any]
+    curvature: Callable[[Call, Any, Tensors, Sequence[bool]], Tensors] | None = None
+    tangent_curvature: (
+        Callable[[Call, Any, Tensors, Sequence[bool], bool], tuple[Any, Tensors]] | None
+    ) = None
+    reads: frozenset[str] = frozenset({"inputs"})
+    reads_inputs: Callable[[Sequence[bool]], Sequence[bool]] | None = None
+    curves: Callable[[int, int], bool] = lambda i, j: True
+    own: bool = True
+
+    def __post_init__(self) -> None:
+        curved = self.curvature is not None or self.tangent_curvature is not None
+        if self.structure.curved and not curved:
+            raise RuleError(f"a {self.structure.value} rule needs curvature or tangent_curvature")
+        unknown = set(self.reads) - {"inputs", "output"}
+        if unknown:
+            raise RuleError(f"reads may hold 'inputs' and 'output', not {sorted(unknown)}")
+
+    def both(
+        self, call: Call, xi: Any, q: Tensors, wanted: Sequence[bool], tangent: bool
+    ) -> tuple[Any, Tensors]:
+        """The tangent (when asked for) and the curvature sources (when any is wanted)."""
+        curve = any(wanted) and xi is not None
+        if curve and self.tangent_curvature is not None:
+            return self.tangent_curvature(call, xi, q, wanted, tangent)
+        q_out = self.tangent(call, q) if tangent else None
+        if not curve or self.curvature is None:
+            return q_out, (None,) * len(call.inputs)
+        return q_out, self.curvature(call, xi, q, wanted)
+
+
+def run(call: Call) -> tuple[Any, None]:
+    """forward: the operator itself."""
+    return call.apply(call.inputs), None
+
+
+_TABLE: dict[Any, Rule] = {}
+
+
+def register(op: Any, rule: Rule, *, replace: bool = False) -> None:
+    """Enter a rule for one operator overload. A second rule for it is an error."""
+    if op in _TABLE and not replace:
+        raise RuleError(f"{op} has a rule already; pass replace=True to override it")
+    _TABLE[op] = rule
+
+
+def unregister(op: Any) -> None:
+    """Remove a rule; the operator then runs on the generic rule."""
+    if op not in _TABLE:
+        raise RuleError(f"{op} has no rule to remove")
+    del _TABLE[op]
+
+
+def lookup(op: Any) -> Rule | None:
+    return _TABLE.get(op)
+
+
+def registered() -> tuple[Any, ...]:
+    """Every operator that has a rule of its own."""
+    return tuple(_TABLE)
+
+
+def overload(name: str) -> Any | None:
+    """'relu.default' → aten.relu.default, or None where this torch has no such overload."""
+    packet, _, which = name.partition(".")
+    found = getattr(torch.ops.aten, packet, None)
+    return getattr(found, which or "default", None) if found is not None else None
+
+
+def zeros(meta: Meta) -> Tensor:
+    """A zero of a value's shape that takes no memory."""
+    return torch.zeros((), dtype=meta.dtype, device=meta.device).expand(meta.shape)
+
+
+def sum_to(grad: Tensor, shape: Sequence[int]) -> Tensor:
+    """The transpose of broadcasting: sum over the axes that were expanded."""
+    shape = tuple(shape)
+    return grad if tuple(grad.shape) == shape else grad.sum_to_size(shape)
+
+
+def add(left: Tensor | None, right: Tensor | None) -> Tensor | None:
+    """Sum where None is zero."""
+    if left is None:
+        return right
+    return left if right is None else left + right
