@@ -26,8 +26,16 @@ aten = torch.ops.aten
 
 _library = torch.library.Library("doubleback", "FRAGMENT")
 _library.define("stop_gradient(Tensor x) -> Tensor")
-_library.impl("stop_gradient", lambda x: x.detach().clone(), "CompositeExplicitAutograd")
+_library.impl("stop_gradient", lambda x: x.clone(), "CompositeExplicitAutograd")
 stop_gradient = torch.ops.doubleback.stop_gradient.default
+
+
+def _stop_gradient_under_autograd(x: Tensor) -> Tensor:
+    with torch._C._AutoDispatchBelowAutograd():
+        return stop_gradient(x)
+
+
+_library.impl("stop_gradient", _stop_gradient_under_autograd, "Autograd")
 
 
 def capture(net: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> Graph:
@@ -136,8 +144,11 @@ def _padded_convolution(n: int):
     """padding='same' or 'valid': an explicit pad where it is not symmetric, then convolve."""
 
     def decomposed(x, weight, bias=None, stride=1, padding="valid", dilation=1, groups=1):
-        dilations = list(dilation) if isinstance(dilation, (list, tuple)) else [dilation]
-        dilations = dilations * n if len(dilations) == 1 else dilations
+        def each(value):
+            items = list(value) if isinstance(value, (list, tuple)) else [value]
+            return items * n if len(items) == 1 else items
+
+        dilations = each(dilation)
         sizes = weight.shape[2:]
         totals = [0] * n
         if padding == "same":
@@ -146,7 +157,8 @@ def _padded_convolution(n: int):
         if any(extra):
             x = torch.constant_pad_nd(x, [e for size in reversed(extra) for e in (0, size)])
         halves = [total // 2 for total in totals]
-        return getattr(aten, f"conv{n}d").default(x, weight, bias, stride, halves, dilation, groups)
+        convolve = getattr(aten, f"conv{n}d").default
+        return convolve(x, weight, bias, each(stride), halves, dilations, groups)
 
     return decomposed
 
@@ -280,6 +292,8 @@ def _read_inputs(program, signature, placeholders):
 
 
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__))
+_HERE = os.path.dirname(os.path.abspath(__file__))
+_STANDARD = os.path.dirname(os.path.abspath(os.__file__))
 
 
 def _source(node: torch.fx.Node) -> str:
@@ -296,14 +310,17 @@ def _source(node: torch.fx.Node) -> str:
 
 
 def _model_line(error: BaseException) -> str:
-    """The innermost line of the traceback that is not PyTorch's own."""
-    found = "an unknown line"
+    """The innermost line of the model; if it is made of stock layers alone, of the layer."""
+    own, stock = "", ""
+    layers = os.path.join(_TORCH, "nn", "modules", "")
     for frame in traceback.extract_tb(error.__traceback__):
         path = os.path.abspath(frame.filename)
-        inside = path.startswith((_TORCH, os.path.dirname(os.path.abspath(__file__))))
-        if not inside and os.path.exists(path) and "contextlib" not in path:
-            found = f"{os.path.basename(path)}:{frame.lineno}: {frame.line}"
-    return found
+        text = f"{os.path.basename(path)}:{frame.lineno}: {frame.line}"
+        if path.startswith(layers) and not path.endswith("module.py"):
+            stock = text
+        elif not path.startswith((_TORCH, _HERE, _STANDARD)) and os.path.exists(path):
+            own = text
+    return own or stock or "an unknown line"
 
 
 def _first_line(error: BaseException) -> str:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from .errors import CheckError, InputError
-from .graph import Meta, Node, Ref, map_refs
+from .graph import Meta, Node, Ref
 from .penalised import Penalised
 from .rules import Call, Rule, find_rule
 
@@ -199,7 +199,7 @@ def check_rule(
     report = CheckReport(tuple(rows), tolerance, f"{op}: rule against autograd")
     if report.passed and finite_differences:
         second = compare(sample.against_differences())
-        loose = replace(report, rows=tuple(second), tolerance=1e-5)
+        loose = replace(report, rows=tuple(second), tolerance=1e-4)
         if not loose.passed:
             raise CheckError(f"{op}: autograd and rule agree, finite differences do not\n{loose}", loose)
     if not report.passed:
@@ -299,42 +299,39 @@ class _Sample:
         return pairs
 
     def against_differences(self, step: float = 1e-5) -> dict[str, tuple[Any, Any]]:
-        """⟨ξ, F(u+tq)⟩ by central differences: first order for the tangent, second order for
-        ⟨curvature, q⟩ = d²/dt² ⟨ξ, F(u+tq)⟩."""
+        """Central differences along q: of F for the tangent, of autograd's *first* derivative
+        for the curvature, s_u = d/dt ∇_u⟨ξ, F(u + tq)⟩."""
         with torch.no_grad():
             pushed, _, bent = self._ours()
-            pushed = pushed if self.call.node.many else (pushed,)
+        pushed = pushed if self.call.node.many else (pushed,)
+        (ahead, slope_ahead), (behind, slope_behind) = self._at(step), self._at(-step)
+        pairs: dict[str, tuple[Any, Any]] = {}
+        for i, x in enumerate(self.xi):
+            if x is not None:
+                pairs[f"tangent {i}"] = (pushed[i], (ahead[i] - behind[i]) / (2 * step))
+        for i, (g, h) in enumerate(zip(slope_ahead, slope_behind, strict=True)):
+            if g is not None:
+                pairs[f"curvature {i}"] = (bent[i], (g - h) / (2 * step))
+        scale = sum(float(x.norm()) for x in self.xi if x is not None)
+        pairs["scale"] = (torch.tensor(scale), torch.tensor(scale))
+        return pairs
 
-            def pairing(t: float) -> Tensor:
-                moved = [
-                    u if q is None else u + t * q
-                    for u, q in zip(self.inputs, self.q, strict=True)
-                ]
-                outs = self._stock(moved)
-                return sum(
-                    ((x * o).sum() for x, o in zip(self.xi, outs, strict=True) if x is not None),
-                    torch.zeros(()),
-                )
-
-            slope = (pairing(step) - pairing(-step)) / (2 * step)
-            mine = sum(
-                ((x * p).sum() for x, p in zip(self.xi, pushed, strict=True)
-                 if x is not None and p is not None),
-                torch.zeros(()),
-            )  # fmt: skip
-            wide = 1e-3
-            bend = (pairing(wide) - 2 * pairing(0.0) + pairing(-wide)) / wide**2
-            curved = sum(
-                ((s * q).sum() for s, q in zip(bent, self.q, strict=True)
-                 if s is not None and q is not None),
-                torch.zeros(()),
-            )  # fmt: skip
-            scale = sum(float(x.norm()) for x in self.xi if x is not None)
-        return {
-            "⟨ξ, tangent⟩": (mine, slope),
-            "⟨curvature, q⟩": (curved, bend),
-            "scale": (torch.tensor(10 * scale), torch.tensor(10 * scale)),
-        }
+    def _at(self, t: float) -> tuple[tuple[Tensor, ...], list[Tensor | None]]:
+        """F(u + tq), and ∇⟨ξ, F⟩ there."""
+        moved = [
+            u if q is None else (u + t * q).requires_grad_()
+            for u, q in zip(self.inputs, self.q, strict=True)
+        ]
+        outs = self._stock(moved)
+        active = [(o, x) for o, x in zip(outs, self.xi, strict=True) if x is not None]
+        chosen = [u for u, q in zip(moved, self.q, strict=True) if q is not None]
+        found = iter(
+            torch.autograd.grad(
+                [o for o, _ in active], chosen, [x for _, x in active], allow_unused=True
+            )
+        )
+        slopes = [None if q is None else next(found) for q in self.q]
+        return tuple(o.detach() for o in outs), slopes
 
 
-__all__ = ["CheckReport", "Row", "check", "check_rule", "compare", "map_refs"]
+__all__ = ["CheckReport", "Row", "check", "check_rule", "compare"]

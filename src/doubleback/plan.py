@@ -21,7 +21,7 @@ import torch
 
 from .errors import RuleError
 from .graph import Graph, Node
-from .rules import Rule, Structure, find_rule
+from .rules import GENERIC, Rule, Structure, find_rule
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -117,7 +117,7 @@ def make_plan(
     needed = _needed(graph)
     inner = [n for n in graph.nodes if needed[n.index] and n.outputs[0] in dependent]
     prelude = tuple(n for n in graph.nodes if needed[n.index] and n.outputs[0] not in dependent)
-    rules = {n.index: find_rule(n.op) for n in graph.nodes if needed[n.index]}
+    rules = {n.index: _rule(graph, n) for n in graph.nodes if needed[n.index]}
     active = _flow(graph, penalised, rules)
     trained = _flow(graph, wanted, rules)
     reaching = _reaching(inner, rules, active, target)
@@ -145,6 +145,15 @@ def make_plan(
         _drops([s.node.inputs + s.node.outputs for s in steps], keep={target}),
         _drops([_read_values(s) for s in reversed(steps)], keep=set()),
     )  # fmt: skip
+
+
+def _rule(graph: Graph, node: Node) -> Rule:
+    """The node's rule; complex numbers, whose adjoints conjugate, take the generic one unless
+    the operator is linear."""
+    rule = find_rule(node.op)
+    metas = [graph.values[v] for v in (*node.inputs, *node.outputs)]
+    is_complex = any(m is not None and m.dtype.is_complex for m in metas)
+    return GENERIC if is_complex and rule.structure.curved else rule
 
 
 def _stops(rule: Rule) -> bool:

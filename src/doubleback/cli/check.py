@@ -16,7 +16,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         report = db.check(model, *inputs)
     except db.CheckError as error:
-        if arguments.json and isinstance(error.report, db.Report):
+        if arguments.json and isinstance(error.report, db.CheckReport):
             print(json.dumps(error.report.as_dict(), indent=2))
         else:
             print(error, file=sys.stderr)

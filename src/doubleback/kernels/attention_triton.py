@@ -4,14 +4,16 @@ The formulas are those of ``attention.py``; P is recomputed tile by tile from th
 kernels: `_rows_kernel` holds a block of query rows and walks along the columns, `_columns_kernel`
 holds a block of key columns and walks down the rows.
 
-The row walk does not know the row means δ = ⟨P, sR⟩ and κ = ⟨P, X⟩ before its end. Both enter
-linearly, so it keeps three sums and combines them last:
+The row walk does not know the row means δ = ⟨P, sR⟩ and κ = ⟨P, X⟩ before its end. Narrow heads
+take them out afterwards, since both enter linearly:
 
+    t_out = P∘R′ V + P tv − δ′ O
     B K + C tk = (P∘X′ K + C tk) − δ′ (C K) − κ′ (P K),   X′ = R′∘(G − D) + H′
 
-where R′ = sR − c and H′ = Ξ tvᵀ − e are shifted by numbers c, e of their row, near δ and κ: the
-shifts cancel in exact arithmetic and keep the rounding of P∘X′ small. δ′ and κ′ are the means of
-the shifted X′. A column block of the keys that stands for all of them gives c and e.
+where R′ = sR − c and H′ = Ξ tvᵀ − e are shifted by numbers c, e of their row, and δ′, κ′ are the
+means of R′, X′. The shifts cancel in exact arithmetic; near δ and κ they keep the rounding of P∘X′
+small, so they are taken from the mean of the first columns. Wide heads have no registers for the
+three sums: they walk twice, first for δ and κ, then with c = δ, e = κ, which leaves δ′ = κ′ = 0.
 """
 
 from __future__ import annotations
@@ -99,18 +101,29 @@ def _launch(xi, tq, tk, tv, q, k, v, out, lse, mask, causal, scale, want) -> lis
         PRECISION=_precision(),
     )  # fmt: skip
     shared = lse.contiguous(), stats, mask, *mask.stride()
-    rows = tiles("rows", e, ev, q.element_size())
-    _rows_kernel[(b * hq * triton.cdiv(n, rows["BM"]),)](
-        *_with_strides(q, tq, xi, out, k, tk, v, tv, t_out, sq),
-        *shared, **common, **rows, T=want[0], SQ=want[1], SOURCE=want[1] or want[2],
-    )  # fmt: skip
+    row_tensors = _with_strides(q, tq, xi, out, k, tk, v, tv, t_out, sq)
+    for walk in _row_walks(want, max(e, ev)):
+        size = tiles("means" if walk["SOURCE"] and not walk["SQ"] else "rows", e, ev, q.itemsize)
+        grid = (b * hq * triton.cdiv(n, size["BM"]),)
+        _rows_kernel[grid](*row_tensors, *shared, **common, **size, **walk)
     if want[2] or want[3]:
-        columns = tiles("columns", e, ev, q.element_size())
-        _columns_kernel[(b * h * triton.cdiv(m, columns["BN"]),)](
-            *_with_strides(q, tq, xi, k, tk, v, tv, sk, sv),
-            *shared, **common, **columns, SK=want[2], SV=want[3],
-        )  # fmt: skip
+        size = tiles("columns", e, ev, q.itemsize)
+        grid = (b * h * triton.cdiv(m, size["BN"]),)
+        column_tensors = _with_strides(q, tq, xi, k, tk, v, tv, sk, sv)
+        walk = dict(SK=want[2], SV=want[3])
+        _columns_kernel[grid](*column_tensors, *shared, **common, **size, **walk)
     return results
+
+
+def _row_walks(want: Sequence[bool], width: int) -> list[dict[str, bool]]:
+    """What each walk along the columns finds: T t_out, SQ sq, SOURCE κ; KNOWN: δ, κ are there."""
+    t, sq, source = want[0], want[1], want[1] or want[2]
+    if sq and width > 64:
+        return [
+            dict(T=False, SQ=False, SOURCE=True, KNOWN=False),
+            dict(T=t, SQ=True, SOURCE=True, KNOWN=True),
+        ]
+    return [dict(T=t, SQ=sq, SOURCE=source, KNOWN=False)]
 
 
 def tiles(walk: str, e: int, ev: int, itemsize: int) -> dict[str, int]:
@@ -198,7 +211,7 @@ def _rows_kernel(
     TQ: tl.constexpr, TK: tl.constexpr, TV: tl.constexpr,
     CAUSAL: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
-    T: tl.constexpr, SQ: tl.constexpr, SOURCE: tl.constexpr,
+    T: tl.constexpr, SQ: tl.constexpr, SOURCE: tl.constexpr, KNOWN: tl.constexpr,
 ):  # fmt: skip
     """t_out and sq of BM rows, and their means δ, D, κ into `stats` (3, b·heads, N)."""
     blocks = tl.cdiv(N, BM)
@@ -224,10 +237,16 @@ def _rows_kernel(
         o = _load(out + b * out_b + h * out_h, rows, N, out_n, EV, BEV)
         mean = tl.sum(xii.to(tl.float32) * o.to(tl.float32), 1)
     log = tl.load(lse + z * N + rows, mask=rows < N, other=float("inf"))
-    c, e = _shifts(
-        qi, tqi, xii, k, k_m, tk, tk_m, tv, tv_m, M, scale,
-        E, EV, BE, BEV, TQ, TK, TV and SOURCE, BN,
-    )  # fmt: skip
+    where = stats + z * N + rows
+    size = (tl.num_programs(0) // blocks).to(tl.int64) * N
+    if KNOWN:
+        c = tl.load(where, mask=rows < N, other=0.0)
+        e = tl.load(where + 2 * size, mask=rows < N, other=0.0)
+    else:
+        c, e = _shifts(
+            qi, tqi, xii, k, k_m, tk, tk_m, tv, tv_m, M, scale,
+            E, EV, BE, BEV, TQ, TK, TV and SOURCE, BN,
+        )  # fmt: skip
 
     delta = tl.zeros([BM], tl.float32)
     kappa = tl.zeros([BM], tl.float32)
@@ -271,27 +290,27 @@ def _rows_kernel(
             centre += tl.sum(pc, 1)
             if SQ:
                 sum_x = tl.dot(px.to(kj.dtype), kj, sum_x, input_precision=PRECISION)
-                sum_p = tl.dot(low, kj, sum_p, input_precision=PRECISION)
-                if TQ or TK:
-                    pc_low = pc.to(kj.dtype)
-                    sum_c = tl.dot(pc_low, kj, sum_c, input_precision=PRECISION)
-                    if TK:
-                        sum_x = tl.dot(pc_low, tkj, sum_x, input_precision=PRECISION)
+                if TK:
+                    sum_x = tl.dot(pc.to(kj.dtype), tkj, sum_x, input_precision=PRECISION)
+                if not KNOWN:
+                    sum_p = tl.dot(low, kj, sum_p, input_precision=PRECISION)
+                    if TQ or TK:
+                        sum_c = tl.dot(pc.to(kj.dtype), kj, sum_c, input_precision=PRECISION)
 
     kappa -= delta * centre
     if T:
-        if TQ or TK:
+        if (TQ or TK) and not KNOWN:
             o = _load(out + b * out_b + h * out_h, rows, N, out_n, EV, BEV)
             sum_t -= delta[:, None] * o.to(tl.float32)
         _store(t_out + b * t_b + h * t_h, sum_t, rows, N, t_n, EV, BEV)
     if SQ:
-        sum_x -= delta[:, None] * sum_c + kappa[:, None] * sum_p
+        if not KNOWN:
+            sum_x -= delta[:, None] * sum_c + kappa[:, None] * sum_p
         _store(sq + b * sq_b + h * sq_h, sum_x * scale, rows, N, sq_n, E, BE)
-    where = stats + z * N + rows
-    size = (tl.num_programs(0) // blocks).to(tl.int64) * N
-    tl.store(where, delta + c, mask=rows < N)
-    tl.store(where + size, mean, mask=rows < N)
-    tl.store(where + 2 * size, kappa + e, mask=rows < N)
+    if not KNOWN:
+        tl.store(where, delta + c, mask=rows < N)
+        tl.store(where + size, mean, mask=rows < N)
+        tl.store(where + 2 * size, kappa + e, mask=rows < N)
 
 
 @_jit

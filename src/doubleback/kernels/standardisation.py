@@ -185,7 +185,8 @@ def standardise_backward(
     fused = eager(xi, x, weight) if fused is None else fused
     mask = [wanted[0], wanted[1] and weight is not None, wanted[2]]
     if groups.rms and not (fused and x.is_cuda):  # RMS norm's backward kernel is CUDA only
-        dx, dw, db = _rms_backward_formula(groups, xi, x, rstd, weight, mask)
+        compute = _rms_backward_on_cpu if fused and x.is_cpu else _rms_backward_formula
+        dx, dw, db = compute(groups, xi, x, rstd, weight, mask)
     else:
         held, w, _ = _stock_arguments(groups, x, weight, None, fused)
         grads = _stock_backward(groups, xi.to(held.dtype), held, mean, rstd, w, mask)
@@ -460,6 +461,29 @@ def _cell_sums(
     return dots.view(shape), totals.view(shape)
 
 
+def _rms_backward_on_cpu(
+    groups: Groups,
+    xi: Tensor,
+    x: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    mask: Sequence[bool],
+) -> Three:
+    dtype, shape = statistics_dtype(x), list(groups.shape)
+    xi, x = (u.to(dtype).contiguous() for u in (xi, x))
+    like = x.new_empty(shape) if weight is None else weight.to(dtype)
+    dx = None
+    if mask[0]:
+        g = xi if weight is None else xi * like
+        a = _group_mean(groups, _cell_sums(groups, g, x, None, rstd)[0], x)
+        dx = _projected(groups, g, x, None, rstd, a)
+    zero = torch.zeros_like(rstd)  # layer norm's Σ ξ⊙x̂ and Σ ξ, without its mean
+    sums = aten.native_layer_norm_backward(
+        xi, x, shape, zero, rstd, like, like, [False, mask[1], mask[2]]
+    )
+    return dx, sums[1] if mask[1] else None, sums[2] if mask[2] else None
+
+
 def _second_on_cpu(
     groups: Groups,
     xi: Tensor,
@@ -478,7 +502,7 @@ def _second_on_cpu(
     form = layout(groups, x)
     xi, q, x = (u.to(dtype).contiguous(memory_format=form) for u in (xi, q, x))
     w = None if weight is None else weight.to(dtype)
-    c, mean_q = (_group_mean(groups, u, x) for u in _cell_sums(groups, q, x, mean, rstd))
+    c = _group_mean(groups, _cell_sums(groups, q, x, mean, rstd)[0], x)
     t = _projected(groups, q, x, mean, rstd, c)
     s_x = s_w = None
     if mask[1] or mask[2]:

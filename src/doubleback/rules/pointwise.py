@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .structures import coordinatewise
+from .structures import coordinatewise, linear
 from .table import Call, Rule, Structure, Tensors, add, overload, run, sum_to
 
 aten = torch.ops.aten
@@ -55,7 +55,8 @@ def _relu_family() -> dict[str, Rule]:
             ),
         ),
         "hardtanh.default": piece("input", lambda c, y, v: aten.hardtanh_backward(y, v, *bounds(c))),
-        "hardsigmoid.default": piece("input", lambda c, y, v: aten.hardsigmoid_backward(y, v)),
+        # written out: the stock kernel multiplies by 1/6 in float32 whatever the dtype
+        "hardsigmoid.default": piece("input", lambda c, y, v: torch.where(v.abs() < 3, y / 6, 0)),
         "threshold.default": piece(
             "input", lambda c, y, v: aten.threshold_backward(y, v, c.argument(1, "threshold"))
         ),
@@ -66,11 +67,33 @@ def _relu_family() -> dict[str, Rule]:
             "input", lambda c, y, v: aten.softshrink_backward(y, v, c.argument(1, "lambd", 0.5))
         ),
         "prelu.default": _prelu(),
+        "rrelu.default": _rrelu(),
         "abs.default": piece("input", lambda c, y, v: y * torch.sign(v)),
         "clamp.default": piece("input", clamped),
         "clamp_min.default": piece("input", clamped),
         "clamp_max.default": piece("input", clamped),
     }
+
+
+def _rrelu() -> Rule:
+    """y = a⊙x with the slopes a of the forward sweep: 1 above zero, drawn or fixed below."""
+
+    def forward(call: Call) -> tuple[Tensor, Tensor]:
+        x = call.inputs[0]
+        assert x is not None
+        low, high = call.argument(1, "lower", 0.125), call.argument(2, "upper", 1 / 3)
+        if not call.argument(3, "training", False):
+            slope = torch.where(x > 0, 1, torch.full_like(x, (low + high) / 2))
+            return x * slope, slope
+        slope = torch.ones_like(x)
+        return aten.rrelu_with_noise(x, slope, low, high, True), slope
+
+    return linear(
+        lambda call, y: y * call.saved,
+        tangent=lambda call, q: q[0] * call.saved,
+        forward=forward,
+        structure=Structure.PIECEWISE_LINEAR,
+    )
 
 
 def _prelu() -> Rule:
@@ -227,7 +250,7 @@ def _smooth_activations() -> dict[str, Rule]:
         ),
         "hardswish.default": known(
             "input", aten.hardswish_backward,
-            lambda c, x: torch.where(x.abs() < 3, 1 / 3, 0.0).to(x.dtype), "hardswish",
+            lambda c, x: (x.abs() < 3).to(x.dtype) / 3, "hardswish",
         ),
         "log_sigmoid.default": coordinatewise(
             "input",

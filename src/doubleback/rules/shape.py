@@ -168,6 +168,20 @@ def _dropout() -> Rule:
     )
 
 
+def _overwrite(position: int) -> Rule:
+    """copy(u, w) and fill(u, w): y = w, broadcast to the shape of u."""
+
+    def backward(call: Call, y: Tensor, wanted: Sequence[bool]) -> Tensors:
+        meta = call.metas[position]
+        return None, sum_to(y, meta.shape).to(meta.dtype) if wanted[position] else None
+
+    def tangent(call: Call, q: Tensors) -> Tensor | None:
+        t = q[position]
+        return None if t is None else t.to(call.metas[0].dtype).expand(call.metas[0].shape)
+
+    return linear(backward=backward, tangent=tangent)
+
+
 def _identity_on_first() -> Rule:
     return linear(lambda call, y: y)
 
@@ -212,7 +226,11 @@ def rules() -> Iterator[tuple[Any, Rule]]:
         "select_scatter.default", "slice_scatter.default", "index_copy.default",
         "scatter.src", "masked_scatter.default", "trace.default", "broadcast_to.default",
         "real.default", "imag.default", "view_as_real.default", "view_as_complex.default",
-        "expand_as.default", "as_strided.default", "lerp.Scalar",
+        "expand_as.default", "as_strided.default", "lerp.Scalar", "fft_fft.default",
+        "fft_ifft.default", "fft_rfft.default", "fft_irfft.default", "fft_fft2.default",
+        "fft_ifft2.default", "fft_rfft2.default", "fft_irfft2.default", "fft_fftn.default",
+        "fft_ifftn.default", "fft_rfftn.default", "fft_irfftn.default", "fft_fftshift.default",
+        "fft_ifftshift.default",
     ]  # fmt: skip
     identical = [
         "clone.default", "contiguous.default", "alias.default", "lift_fresh_copy.default",
@@ -223,7 +241,7 @@ def rules() -> Iterator[tuple[Any, Rule]]:
         "trunc.default", "zeros_like.default", "ones_like.default", "empty_like.default",
         "full_like.default", "rand_like.default", "randn_like.default", "bernoulli.default",
         "bernoulli.p", "new_zeros.default", "new_ones.default", "new_full.default",
-        "new_empty.default", "heaviside.default",
+        "new_empty.default", "heaviside.default", "fill.Scalar",
     ]  # fmt: skip
     table: dict[Rule, list[str]] = {
         _reshape(): ["view.default", "reshape.default", "_unsafe_view.default"],
@@ -244,6 +262,7 @@ def rules() -> Iterator[tuple[Any, Rule]]:
         _select(): ["select.int"],
         _cast(): ["_to_copy.default", "to.dtype", "to.dtype_layout", "to.device", "type_as.default"],
         _dropout(): ["native_dropout.default"],
+        _overwrite(1): ["copy.default", "fill.Tensor"],
         _identity_on_first(): identical,
         _gather_like(): by_reverse_mode,
         _stop(): stopped,

@@ -280,7 +280,7 @@ def generic(forward: Callable[[Call], tuple[Any, Any]] = run) -> Rule:
                 create_graph=True, allow_unused=True,
             )  # fmt: skip
             terms = [
-                (grad * part).sum()
+                _pairing(grad, part)
                 for grad, part in zip(pulled, (p for p in q if p is not None), strict=True)
                 if grad is not None
             ]
@@ -295,6 +295,11 @@ def generic(forward: Callable[[Call], tuple[Any, Any]] = run) -> Rule:
         tangent_curvature=push,
         own=False,
     )
+
+
+def _pairing(u: Tensor, v: Tensor) -> Tensor:
+    """⟨u, v⟩, for complex tensors that of their real and imaginary parts."""
+    return (u.conj() * v).real.sum() if u.is_complex() else (u * v).sum()
 
 
 def _leaves(call: Call, wanted: Sequence[bool]) -> list:

@@ -1,0 +1,288 @@
+"""g″(z)⊙h⊙ξ on CUDA in one kernel: the curvature of a coordinate-wise g (theory §2).
+
+Reads three tensors and writes one, 4 units per entry, where the chain of element-wise kernels that
+autograd runs takes 15 to 40. Arithmetic is float32 for 16-bit tensors. Kinks follow autograd.
+
+Functions marked y are given by their output: `curvature("tanh", y, h, xi)`.
+"""
+
+import importlib
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from doubleback.errors import InputError
+from doubleback.kernels.standardisation import eager, statistics_dtype
+
+try:
+    triton: Any = importlib.import_module("triton")
+    tl: Any = importlib.import_module("triton.language")
+    jit = triton.jit
+except ImportError:  # CPU builds of torch come without Triton; nothing here is called then
+    triton, tl = None, SimpleNamespace(constexpr=None)
+
+    def jit(function: Any) -> Any:
+        return function
+
+
+BLOCK = 1024
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def supports(name: str, *tensors: Tensor) -> bool:
+    """Whether `curvature` can run: real CUDA tensors of one shape, and Triton is there."""
+    first = tensors[0]
+    return (
+        triton is not None
+        and name in TABLE
+        and eager(*tensors)
+        and all(t.is_cuda and t.device == first.device for t in tensors)
+        and all(t.dtype in DTYPES and t.shape == first.shape for t in tensors)
+    )
+
+
+def curvature(name: str, z: Tensor, h: Tensor, xi: Tensor, *params: float) -> Tensor:
+    """g″(z)⊙h⊙ξ, laid out like z, in z's dtype.
+
+    `TABLE` at the end of this file lists the names and their parameters:
+
+    >>> curvature("softplus", z, h, xi, 1.0, 20.0)  # doctest: +SKIP
+    """
+    if name not in TABLE or len(params) != len(TABLE[name][1:]):
+        known = "; ".join(" ".join((n, *rest)) for n, (_, *rest) in TABLE.items())
+        raise InputError(
+            f"curvature: no function {name!r} of {len(params)} parameters; known are {known}"
+        )
+    out = torch.empty_like(z)
+    if z.numel() == 0:
+        return out
+    flat = [t if _same_layout(t, out) else torch.empty_like(out).copy_(t) for t in (z, h, xi)]
+    function, (a, b, c) = _resolve(name, *params)
+    with torch.cuda.device_of(z):
+        _curvature_kernel[(triton.cdiv(z.numel(), BLOCK),)](
+            *flat,
+            out,
+            z.numel(),
+            SECOND=function,
+            A=a,
+            B=b,
+            C=c,
+            ACC=tl.float64 if statistics_dtype(z) == torch.float64 else tl.float32,
+            SIZE=BLOCK,
+        )
+    return out
+
+
+def _resolve(name: str, *params: float) -> tuple[Any, tuple[float, float, float]]:
+    """g″ and its three constants; an integer power is multiplied out."""
+    a, b, c = (*(float(p) for p in params), 0.0, 0.0, 0.0)[:3]
+    if name == "pow" and a.is_integer() and abs(a - 2) <= 16:
+        if a in (0, 1):
+            return _integer_power, (0.0, 0, 0)
+        return _integer_power, (a * (a - 1), max(int(a) - 2, 0), max(2 - int(a), 0))
+    return TABLE[name][0], (a, b, c)
+
+
+def _same_layout(t: Tensor, out: Tensor) -> bool:
+    """Whether entry k of t's memory is entry k of out's; `out` is dense."""
+    strides = zip(t.shape, t.stride(), out.stride(), strict=True)
+    return all(size == 1 or mine == its for size, mine, its in strides)
+
+
+@jit
+def _curvature_kernel(
+    z_ptr,
+    h_ptr,
+    xi_ptr,
+    out_ptr,
+    n,
+    SECOND: tl.constexpr,
+    A: tl.constexpr,
+    B: tl.constexpr,
+    C: tl.constexpr,
+    ACC: tl.constexpr,
+    SIZE: tl.constexpr,
+):
+    at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    live = at < n
+    z = tl.load(z_ptr + at, mask=live, other=1).to(ACC)
+    h = tl.load(h_ptr + at, mask=live, other=0).to(ACC)
+    xi = tl.load(xi_ptr + at, mask=live, other=0).to(ACC)
+    tl.store(out_ptr + at, SECOND(z, A, B, C) * h * xi, mask=live)
+
+
+# g″ ----------------------------------------------------------------------------------------------
+
+
+@jit
+def _gelu(z, a, b, c):
+    """(2 − z²)·exp(−z²/2)/√(2π)"""
+    value = (2 - z * z) * tl.exp(-0.5 * z * z) * 0.3989422804014327
+    return tl.where(tl.abs(z) > 64, 0, value)
+
+
+@jit
+def _gelu_tanh(z, a, b, c):
+    """(1 − t²)(u′ + ½zu″ − ztu′²), t = tanh(u), u = √(2/π)(z + 0.044715z³)"""
+    u = 0.7978845608028654 * (z + 0.044715 * z * z * z)
+    slope = 0.7978845608028654 * (1 + 0.134145 * z * z)
+    s = tl.sigmoid(2 * u)
+    bent = 0.5 * 0.7978845608028654 * 0.26829 * z * z
+    value = 4 * s * tl.sigmoid(-2 * u) * (slope + bent - z * (2 * s - 1) * slope * slope)
+    return tl.where(tl.abs(z) > 32, 0, value)
+
+
+@jit
+def _silu(z, a, b, c):
+    """σ(1 − σ)(2 + z(1 − 2σ))"""
+    s = tl.sigmoid(z)
+    return s * tl.sigmoid(-z) * (2 + z * (1 - 2 * s))
+
+
+@jit
+def _sigmoid(y, a, b, c):
+    """y(1 − y)(1 − 2y)"""
+    return y * (1 - y) * (1 - 2 * y)
+
+
+@jit
+def _tanh(y, a, b, c):
+    """−2y(1 − y²)"""
+    return -2 * y * (1 - y * y)
+
+
+@jit
+def _softplus(z, beta, threshold, c):
+    """βσ(βz)(1 − σ(βz)) below the threshold"""
+    value = beta * tl.sigmoid(beta * z) * tl.sigmoid(-beta * z)
+    return tl.where(beta * z >= threshold, 0, value)
+
+
+@jit
+def _logsigmoid(z, a, b, c):
+    """−σ(z)σ(−z)"""
+    return -tl.sigmoid(z) * tl.sigmoid(-z)
+
+
+@jit
+def _mish(z, a, b, c):
+    """2t′ + zt″, t = tanh(log(1 + eᶻ)): t′ = (1 − t²)σ, t″ = (1 − t²)σ(1 − σ − 2tσ)"""
+    e = tl.exp(tl.where(z > 40, 40.0, z))
+    whole = e * e + 2 * e + 2  # t = 1 − 2/whole, 1 − t² = 4((1 + e)/whole)²
+    ratio = (1 + e) / whole
+    s = tl.sigmoid(z)
+    bend = 1 - s - 2 * (1 - 2 / whole) * s
+    value = 4 * ratio * ratio * s * (2 + z * bend)
+    return tl.where(z > 40, 0, value)
+
+
+@jit
+def _elu(z, alpha, scale, input_scale):
+    """scale·α·κ²·exp(κz) for z < 0, κ the input scale"""
+    value = scale * alpha * input_scale * input_scale * tl.exp(input_scale * z)
+    return tl.where(z >= 0, 0, value)
+
+
+@jit
+def _softsign(z, a, b, c):
+    """−2 sign(z)/(1 + |z|)³"""
+    d = 1 + tl.abs(z)
+    return tl.where(z < 0, 2.0, tl.where(z > 0, -2.0, 0.0)) / (d * d * d)
+
+
+@jit
+def _hardswish(z, a, b, c):
+    """⅓ for |z| < 3"""
+    return tl.where(tl.abs(z) < 3, 1, 0).to(z.dtype) / 3
+
+
+@jit
+def _exp(y, a, b, c):
+    """y"""
+    return y
+
+
+@jit
+def _log(z, a, b, c):
+    """−1/z²"""
+    return -1 / (z * z)
+
+
+@jit
+def _sin(z, a, b, c):
+    """−sin(z)"""
+    return -tl.sin(z)
+
+
+@jit
+def _cos(z, a, b, c):
+    """−cos(z)"""
+    return -tl.cos(z)
+
+
+@jit
+def _sqrt(y, a, b, c):
+    """−1/(4y³)"""
+    return -0.25 / (y * y * y)
+
+
+@jit
+def _rsqrt(y, a, b, c):
+    """¾y⁵"""
+    return 0.75 * y * y * y * y * y
+
+
+@jit
+def _reciprocal(y, a, b, c):
+    """2y³"""
+    return 2 * y * y * y
+
+
+@jit
+def _square(z, a, b, c):
+    """2"""
+    return tl.full(z.shape, 2, z.dtype)
+
+
+@jit
+def _power(z, p, b, c):
+    """p(p − 1)zᵖ⁻², z > 0"""
+    return p * (p - 1) * tl.exp((p - 2) * tl.log(z))
+
+
+@jit
+def _integer_power(z, factor, times: tl.constexpr, divided: tl.constexpr):
+    """factor·z^times/z^divided"""
+    value = tl.full(z.shape, 1, z.dtype)
+    for _ in tl.static_range(times):
+        value *= z
+    for _ in tl.static_range(divided):
+        value /= z
+    return factor * value
+
+
+# name: (g″, names of its parameters); y: from the output of g
+TABLE: dict[str, tuple[Any, ...]] = {
+    "gelu": (_gelu,),
+    "gelu_tanh": (_gelu_tanh,),
+    "silu": (_silu,),
+    "sigmoid": (_sigmoid,),  # y
+    "tanh": (_tanh,),  # y
+    "softplus": (_softplus, "beta", "threshold"),
+    "logsigmoid": (_logsigmoid,),
+    "mish": (_mish,),
+    "elu": (_elu, "alpha", "scale", "input_scale"),
+    "softsign": (_softsign,),
+    "hardswish": (_hardswish,),
+    "exp": (_exp,),  # y
+    "log": (_log,),
+    "sin": (_sin,),
+    "cos": (_cos,),
+    "sqrt": (_sqrt,),  # y
+    "rsqrt": (_rsqrt,),  # y
+    "reciprocal": (_reciprocal,),  # y
+    "square": (_square,),
+    "pow": (_power, "exponent"),
+}
