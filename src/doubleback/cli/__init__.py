@@ -1,7 +1,8 @@
 """The command line: ``doubleback demo``, ``doubleback check`` and ``doubleback explain``.
 
-Exit status: 0 for success, 1 when ``check`` finds a wrong gradient, 2 for what cannot be run
-(a bad argument, a missing extra, any :class:`~doubleback.DoublebackError`).
+Exit status: 0 for success, 1 when ``check`` finds a wrong gradient and only then, 2 for what
+cannot be run (a bad argument, a missing extra, any :class:`~doubleback.DoublebackError`: one line
+on stderr; an exception of the user's own code: its traceback).
 
 Each command lives in its own module and is imported when it is called, so that neither
 ``import doubleback`` nor ``doubleback explain`` needs more than torch.
@@ -13,6 +14,7 @@ import argparse
 import importlib
 import importlib.util
 import sys
+import traceback
 from collections.abc import Sequence
 
 from doubleback.errors import DoublebackError
@@ -40,6 +42,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("doubleback: interrupted", file=sys.stderr)
         return 130
+    except Exception:
+        traceback.print_exc()
+        return 2
 
 
 def require(*modules: str, extra: str) -> None:

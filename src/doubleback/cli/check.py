@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 
 import doubleback as db
 from doubleback.cli.target import build
@@ -19,7 +18,7 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.json and isinstance(error.report, db.CheckReport):
             print(json.dumps(error.report.as_dict(), indent=2))
         else:
-            print(error, file=sys.stderr)
+            print(error)
         return 1
     print(json.dumps(report.as_dict(), indent=2) if arguments.json else report)
     return 0

@@ -108,8 +108,14 @@ def _extras(model: db.Penalised, inputs: tuple[Tensor, ...], classes: int | None
 
 def _output(model: db.Penalised, inputs: tuple[Tensor, ...]) -> Tensor:
     """The penalised output, from a copy of the net: statistics and random state stay as they are"""
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        out = copy.deepcopy(model.net)(*inputs)
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            out = copy.deepcopy(model.net)(*inputs)
+    except Exception as error:
+        shapes = " and ".join(str(tuple(x.shape)) for x in inputs)
+        raise UsageError(
+            f"the net fails on inputs of shape {shapes}: {type(error).__name__}: {error}"
+        ) from error
     path = model.output if isinstance(model.output, tuple) else (model.output,)
     for key in path:
         if key is not None:

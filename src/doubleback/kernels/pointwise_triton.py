@@ -6,6 +6,7 @@ autograd runs takes 15 to 40. Arithmetic is float32 for 16-bit tensors. Kinks fo
 Functions marked y are given by their output: `curvature("tanh", y, h, xi)`.
 """
 
+# pyright: reportInvalidTypeForm=false
 import importlib
 from types import SimpleNamespace
 from typing import Any

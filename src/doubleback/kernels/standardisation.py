@@ -22,13 +22,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 from doubleback.errors import InputError
 
 aten = torch.ops.aten
+Three = tuple[Tensor | None, Tensor | None, Tensor | None]
 _HALF = (torch.bfloat16, torch.float16)
 
 
@@ -136,11 +139,38 @@ def eager(*tensors: Tensor | None) -> bool:
     if any(torch._C._get_dispatch_mode(key) for key in (mode.FAKE, mode.FUNCTIONAL, mode.PROXY)):
         return False
     plain = (Tensor, torch.nn.Parameter)
-    wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+    wrapped = is_functorch_wrapped_tensor
     return all(t is None or (type(t) in plain and not wrapped(t)) for t in tensors)
 
 
-# Stock kernels: forward and backward -----------------------------------------------------------
+class Point(NamedTuple):
+    """Where derivatives are taken: x with its statistics, and the weight."""
+
+    groups: Groups
+    x: Tensor
+    mean: Tensor | None
+    rstd: Tensor
+    weight: Tensor | None
+
+    @classmethod
+    def of(cls, groups, x, mean, rstd, weight) -> Point:
+        dtype = statistics_dtype(x)
+        return cls(groups, x, None if mean is None else mean.to(dtype), rstd.to(dtype), weight)
+
+    @property
+    def weight_shape(self) -> list[int]:
+        return list(self.groups.shape or self.x.shape[1:2])
+
+    def in_statistics_dtype(self) -> Point:
+        x = self.x.to(self.rstd.dtype).contiguous(memory_format=layout(self.groups, self.x))
+        return self._replace(x=x, weight=_to(self.weight, self.rstd))
+
+    def like_x(self, u: Tensor) -> Tensor:
+        return u.to(self.x.dtype).contiguous(memory_format=layout(self.groups, self.x))
+
+
+def _to(value: Tensor | None, like: Tensor) -> Tensor | None:
+    return None if value is None else value.to(like.dtype)
 
 
 def standardise(
@@ -161,9 +191,10 @@ def standardise(
     fused = eager(x, weight, bias) if fused is None else fused
     held, w, b = _stock_arguments(groups, x, weight, bias, fused)
     y, mean, rstd = _stock_forward(groups, held, w, b, eps)
-    if rstd.dtype in _HALF and eps is not None:  # CUDA's group norm rounds them to x's dtype
+    if rstd.dtype in _HALF and x.is_cuda:  # CUDA's group norm rounds them to x's dtype
         rows = held.contiguous().view(1, rstd.numel(), -1)
-        mean, rstd = (s.view(rstd.shape) for s in torch.batch_norm_stats(rows, eps))
+        statistics = torch.batch_norm_stats(rows, eps)  # type: ignore[arg-type]
+        mean, rstd = (s.view(rstd.shape) for s in statistics)
     return y.to(x.dtype), mean, rstd
 
 
@@ -177,105 +208,23 @@ def standardise_backward(
     wanted: Sequence[bool] = (True, True, True),
     *,
     fused: bool | None = None,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+) -> Three:
     """dx = rP(w⊙ξ), dw = Σ ξ⊙x̂, db = Σ ξ; None for what is not wanted.
 
     Without a weight there is no dw; db then has x's dtype.
     """
     fused = eager(xi, x, weight) if fused is None else fused
     mask = [wanted[0], wanted[1] and weight is not None, wanted[2]]
+    at = Point.of(groups, x, mean, rstd, weight)
     if groups.rms and not (fused and x.is_cuda):  # RMS norm's backward kernel is CUDA only
         compute = _rms_backward_on_cpu if fused and x.is_cpu else _rms_backward_formula
-        dx, dw, db = compute(groups, xi, x, rstd, weight, mask)
+        grads = compute(at.in_statistics_dtype(), xi, mask)
     else:
         held, w, _ = _stock_arguments(groups, x, weight, None, fused)
-        grads = _stock_backward(groups, xi.to(held.dtype), held, mean, rstd, w, mask)
-        dx, dw, db = (g if want else None for g, want in zip(grads, mask, strict=True))
+        grads = _stock_backward(at._replace(x=held, weight=w), xi, mask)
+    dx, dw, db = (g if want else None for g, want in zip(grads, mask, strict=True))
     like = x if weight is None else weight
     return _to(dx, x), _to(dw, like), _to(db, like)
-
-
-def _to(value: Tensor | None, like: Tensor) -> Tensor | None:
-    return None if value is None else value.to(like.dtype)
-
-
-def _stock_arguments(
-    groups: Groups, x: Tensor, weight: Tensor | None, bias: Tensor | None, fused: bool
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """x, w and b in dtypes that stock kernels take and with which they keep float32 statistics.
-
-    For 16-bit x the CPU's kernels want float32 parameters (ones where there is no weight); CUDA's
-    want x's dtype, batch norm either. Otherwise x itself is lifted: a cast that a compiler fuses.
-    """
-    parameters = [weight, bias]
-    if x.dtype not in _HALF:
-        return x, *(None if p is None else p.to(x.dtype) for p in parameters)
-    same = all(p is None or p.dtype == x.dtype for p in parameters)
-    if fused and not x.is_cpu and same:
-        return x, weight, bias
-    lifted = [None if p is None else p.float() for p in parameters]
-    if fused and x.is_cpu and not groups.rms:
-        shape = groups.shape or (x.shape[1],)
-        ones = torch.ones(shape, dtype=torch.float32) if lifted[0] is None else lifted[0]
-        return x, ones, lifted[1]
-    if fused and groups.kind == "batch":
-        return x, *lifted
-    return x.float(), *lifted
-
-
-def _stock_forward(
-    groups: Groups, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float | None
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    if groups.rms:
-        y, rstd = aten._fused_rms_norm(x.contiguous(), list(groups.shape), weight, eps)
-        return y, None, rstd
-    if groups.kind == "rows":
-        return aten.native_layer_norm(x.contiguous(), list(groups.shape), weight, bias, eps)
-    form = layout(groups, x)
-    x = x.contiguous(memory_format=form)
-    if groups.kind == "batch":
-        return aten._native_batch_norm_legit.no_stats(x, weight, bias, True, 0.0, eps)
-    x = x if x.is_cpu else x.contiguous()  # CUDA's group norm knows no other layout
-    y, mean, rstd = aten.native_group_norm(x, weight, bias, *_extents(groups, x), eps)
-    return y.contiguous(memory_format=form), mean, rstd
-
-
-def _stock_backward(
-    groups: Groups,
-    xi: Tensor,
-    x: Tensor,
-    mean: Tensor | None,
-    rstd: Tensor,
-    weight: Tensor | None,
-    mask: list[bool],
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    if groups.kind == "rows":
-        xi, x, shape = xi.contiguous(), x.contiguous(), list(groups.shape)
-        like = x.new_empty(shape) if weight is None else weight  # stands for the bias
-        if not groups.rms:
-            return aten.native_layer_norm_backward(xi, x, shape, mean, rstd, weight, like, mask)
-        dx, dw = aten._fused_rms_norm_backward(xi, x, shape, rstd, weight, mask[:2])
-        return dx, dw, xi.sum_to_size(shape) if mask[2] else None
-    form = layout(groups, x)
-    xi, x = xi.contiguous(memory_format=form), x.contiguous(memory_format=form)
-    if groups.kind == "batch":
-        return aten.native_batch_norm_backward(
-            xi, x, weight, None, None, mean, rstd, True, 0.0, mask
-        )
-    if not x.is_cpu:  # CUDA's group norm: contiguous, all of one dtype
-        xi, x, mean, rstd = xi.contiguous(), x.contiguous(), mean.to(x.dtype), rstd.to(x.dtype)  # type: ignore[union-attr]
-    dx, dw, db = aten.native_group_norm_backward(
-        xi, x, mean, rstd, weight, *_extents(groups, x), mask
-    )
-    return dx.contiguous(memory_format=form) if mask[0] else None, dw, db
-
-
-def _extents(groups: Groups, x: Tensor) -> tuple[int, int, int, int]:
-    """N, C, entries per channel, groups."""
-    return x.shape[0], x.shape[1], math.prod(x.shape[2:]), groups.per_example(x)
-
-
-# Tangent and curvature -------------------------------------------------------------------------
 
 
 def standardise_tangent(
@@ -294,16 +243,11 @@ def standardise_tangent(
     """
     fused = eager(q, x, weight) if fused is None else fused
     if fused and x.is_cpu and not groups.rms:
-        t, _, _ = standardise_backward(groups, q, x, mean, rstd, None, (True, False, False))
-        assert t is not None
-        if weight is not None:
-            groups.split(t).mul_(groups.spread(weight, x))
-        return t
-    t_y, _, _ = standardise_second(
-        groups, None, q, x, mean, rstd, weight, (False, False), fused=fused
-    )
-    assert t_y is not None
-    return t_y
+        only_x = (True, False, False)
+        t, _, _ = standardise_backward(groups, q, x, mean, rstd, None, only_x, fused=True)
+        return _times_weight(groups, t, weight)  # type: ignore[arg-type]
+    arguments = (groups, None, q, x, mean, rstd, weight, (False, False))
+    return standardise_second(*arguments, fused=fused)[0]  # type: ignore[return-value]
 
 
 def standardise_second(
@@ -318,7 +262,7 @@ def standardise_second(
     tangent: bool = True,
     *,
     fused: bool | None = None,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+) -> Three:
     """t_y = w⊙rP(q) with the curvature sources s_x = ∂_x⟨ξ, t_y⟩ and s_w = ∂_w⟨ξ, t_y⟩.
 
     None for what is not wanted, and for s_w without a weight. xi may be None when neither
@@ -327,247 +271,251 @@ def standardise_second(
     fused = eager(xi, q, x, weight) if fused is None else fused
     mask = [tangent, wanted[0], wanted[1] and weight is not None]
     if xi is None and any(mask[1:]):
-        raise InputError("standardise_second: s_x and s_w need the cotangent xi")
+        raise InputError("standardise_second: s_x and s_w need the cotangent xi, which is None")
+    at = Point.of(groups, x, mean, rstd, weight)
     if fused and x.is_cuda and x.numel():
         from doubleback.kernels import standardisation_triton
 
         if standardisation_triton.available():
-            return standardisation_triton.second(groups, xi, q, x, mean, rstd, weight, mask)
+            return standardisation_triton.second(at, xi, q, mask)
     compute = _second_on_cpu if fused and x.is_cpu and x.numel() else _second_formula
-    t_y, s_x, s_w = compute(groups, q if xi is None else xi, q, x, mean, rstd, weight, mask)
-    return _to(t_y, x), _to(s_x, x), s_w if weight is None else _to(s_w, weight)
+    t_y, s_x, s_w = compute(at.in_statistics_dtype(), q if xi is None else xi, q, mask)
+    return _to(t_y, x), _to(s_x, x), None if weight is None else _to(s_w, weight)
 
 
-# Plain tensor operations, for compilers to fuse -------------------------------------------------
+def _times_weight(groups: Groups, t: Tensor, weight: Tensor | None) -> Tensor:
+    """w⊙t, in place."""
+    if weight is not None:
+        groups.split(t).mul_(groups.spread(weight, t))
+    return t
 
-Three = tuple[Tensor | None, Tensor | None, Tensor | None]
+
+# Stock kernels -----------------------------------------------------------------------------------
 
 
-def _lifted(
-    groups: Groups, x: Tensor, mean: Tensor | None, rstd: Tensor, weight: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """x̂, r and w (1 where there is none) in the statistics' dtype, laid out to broadcast."""
-    dtype = statistics_dtype(x)
-    r = groups.spread(rstd.to(dtype), x)
-    w = torch.ones_like(r) if weight is None else groups.spread(weight.to(dtype), x)
-    centred = groups.split(x.to(dtype))
-    if mean is not None:
-        centred = centred - groups.spread(mean.to(dtype), x)
+def _stock_arguments(
+    groups: Groups, x: Tensor, weight: Tensor | None, bias: Tensor | None, fused: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """x, w and b in dtypes that stock kernels take and with which they keep float32 statistics.
+
+    For 16-bit x the CPU's kernels want float32 parameters (ones where there is no weight); CUDA's
+    want x's dtype, batch norm either. Otherwise x itself is lifted: a cast that a compiler fuses.
+    """
+    if x.dtype not in _HALF:
+        return x, _to(weight, x), _to(bias, x)
+    same = all(p is None or p.dtype == x.dtype for p in (weight, bias))
+    if fused and not x.is_cpu and same:
+        return x, weight, bias
+    w, b = (None if p is None else p.float() for p in (weight, bias))
+    if fused and x.is_cpu and not groups.rms:
+        ones = torch.ones(groups.shape or x.shape[1:2], dtype=torch.float32)
+        return x, ones if w is None else w, b
+    return x if fused and groups.kind == "batch" else x.float(), w, b
+
+
+def _stock_forward(
+    groups: Groups, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float | None
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    form = layout(groups, x)
+    x = x.contiguous(memory_format=form)
+    if groups.rms:
+        y, rstd = aten._fused_rms_norm(x, list(groups.shape), weight, eps)
+        return y, None, rstd
+    if groups.kind == "rows":
+        return aten.native_layer_norm(x, list(groups.shape), weight, bias, eps)
+    if groups.kind == "batch":
+        return aten._native_batch_norm_legit.no_stats(x, weight, bias, True, 0.0, eps)
+    x = x if x.is_cpu else x.contiguous()  # CUDA's group norm knows no other layout
+    y, mean, rstd = aten.native_group_norm(x, weight, bias, *_extents(groups, x), eps)
+    return y.contiguous(memory_format=form), mean, rstd
+
+
+def _stock_backward(at: Point, xi: Tensor, mask: list[bool]) -> Three:
+    groups, x, mean, rstd, weight = at
+    form = layout(groups, x)
+    xi, x = at.like_x(xi), at.like_x(x)
+    if groups.kind == "rows":
+        shape = list(groups.shape)
+        like = x.new_empty(shape) if weight is None else weight  # stands for the bias
+        if not groups.rms:
+            return aten.native_layer_norm_backward(xi, x, shape, mean, rstd, weight, like, mask)
+        dx, dw = aten._fused_rms_norm_backward(xi, x, shape, rstd, weight, mask[:2])
+        return dx, dw, xi.sum_to_size(shape) if mask[2] else None
+    if groups.kind == "batch":
+        arguments = (xi, x, weight, None, None, mean, rstd, True, 0.0, mask)
+        return aten.native_batch_norm_backward(*arguments)
+    if not x.is_cpu:  # CUDA's group norm: contiguous, and all of one dtype
+        xi, x, mean, rstd = xi.contiguous(), x.contiguous(), _to(mean, x), rstd.to(x.dtype)
+    arguments = (xi, x, mean, rstd, weight, *_extents(groups, x), mask)
+    dx, dw, db = aten.native_group_norm_backward(*arguments)
+    return dx.contiguous(memory_format=form) if mask[0] else None, dw, db
+
+
+def _extents(groups: Groups, x: Tensor) -> tuple[int, int, int, int]:
+    """N, C, entries per channel, groups."""
+    return x.shape[0], x.shape[1], math.prod(x.shape[2:]), groups.per_example(x)
+
+
+# Plain tensor operations, for compilers to fuse; x in the statistics' dtype ----------------------
+
+
+def _spread(at: Point) -> tuple[Tensor, Tensor, Tensor]:
+    """x̂, r and w (1 where there is none), laid out to broadcast."""
+    groups, x, mean, rstd, weight = at
+    r = groups.spread(rstd, x)
+    w = torch.ones_like(r) if weight is None else groups.spread(weight, x)
+    centred = groups.split(x)
+    if mean is not None and not groups.rms:
+        centred = centred - groups.spread(mean, x)
     return centred * r, r, w
 
 
-def _parameter_sum(groups: Groups, u: Tensor, x: Tensor) -> Tensor:
+def _parameter_sum(at: Point, u: Tensor) -> Tensor:
     """Σ over all entries that share a weight, in the weight's shape."""
-    shape = groups.shape or (x.shape[1],)
-    return u.sum_to_size(groups.spread(u.new_empty(shape), x).shape).view(shape)
+    shape = at.weight_shape
+    return u.sum_to_size(at.groups.spread(u.new_empty(shape), at.x).shape).view(shape)
 
 
-def _rms_backward_formula(
-    groups: Groups,
-    xi: Tensor,
-    x: Tensor,
-    rstd: Tensor,
-    weight: Tensor | None,
-    mask: Sequence[bool],
-) -> Three:
+def _rms_backward_formula(at: Point, xi: Tensor, mask: Sequence[bool]) -> Three:
     """dx = r(g − x̂·mean(g⊙x̂)) with g = w⊙ξ, dw = Σ ξ⊙x̂, db = Σ ξ."""
-    xi, x = xi.contiguous().to(statistics_dtype(x)), x.contiguous()
-    x_hat, r, w = _lifted(groups, x, None, rstd, weight)
-    dx = dw = None
-    if mask[0]:
-        g = xi * w
-        a = (g * x_hat).mean(groups.axes(x)[1], keepdim=True)
-        dx = torch.addcmul(g, a, x_hat, value=-1) * r
-    if mask[1]:
-        dw = _parameter_sum(groups, xi * x_hat, x)
-    return dx, dw, _parameter_sum(groups, xi, x) if mask[2] else None
+    xi = at.like_x(xi)
+    x_hat, r, w = _spread(at)
+    _, row = at.groups.axes(at.x)
+    g = xi * w
+    dx = r * (g - x_hat * (g * x_hat).mean(row, keepdim=True)) if mask[0] else None
+    dw = _parameter_sum(at, xi * x_hat) if mask[1] else None
+    return dx, dw, _parameter_sum(at, xi) if mask[2] else None
 
 
-def _second_formula(
-    groups: Groups,
-    xi: Tensor,
-    q: Tensor,
-    x: Tensor,
-    mean: Tensor | None,
-    rstd: Tensor,
-    weight: Tensor | None,
-    mask: Sequence[bool],
-) -> Three:
+def _second_formula(at: Point, xi: Tensor, q: Tensor, mask: Sequence[bool]) -> Three:
     """t_y = w⊙t with t = rP(q), s_x = −r(rc(g − mean(g)) + at + (φ − rca)x̂), s_w = Σ ξ⊙t.
 
     φ and s_w come from Σξ, Σξ⊙x̂ and Σξ⊙q, so that all sums read (ξ, q, x) in one pass.
     """
-    shape, form = x.shape, layout(groups, x)
-    xi, q, x = (u.contiguous(memory_format=form) for u in (xi, q, x))
-    x_hat, r, w = _lifted(groups, x, mean, rstd, weight)
-    xi, q = (groups.split(u.to(r.dtype)) for u in (xi, q))
-    within, across = groups.axes(x)
-    m = groups.size(x)
+    groups, shape = at.groups, at.x.shape
+    x_hat, r, w = _spread(at)
+    xi, q = (groups.split(at.like_x(u)) for u in (xi, q))
+    within, across = groups.axes(at.x)
 
     def cell(u: Tensor) -> Tensor:  # over that part of a group on which w is constant
         return u.sum(within, keepdim=True) if within else u
 
     def average(u: Tensor) -> Tensor:  # over groups, from cells
-        return (u.sum(across, keepdim=True) if across else u) / m
+        return (u.sum(across, keepdim=True) if across else u) / groups.size(at.x)
 
     zero = torch.zeros_like(r)
     c, mean_q = average(cell(q * x_hat)), zero if groups.rms else average(cell(q))
     t = (q - mean_q - c * x_hat) * r
+    t_y = (w * t).reshape(shape) if mask[0] else None
+    if not any(mask[1:]):
+        return t_y, None, None
+    xi_1, xi_x, xi_q = cell(xi), cell(xi * x_hat), cell(xi * q)
     s_x = s_w = None
-    if mask[1] or mask[2]:
-        xi_1, xi_x, xi_q = cell(xi), cell(xi * x_hat), cell(xi * q)
     if mask[1]:
         mean_g, a = zero if groups.rms else average(w * xi_1), average(w * xi_x)
         phi = r * (average(w * xi_q) - mean_g * mean_q - a * c)
         s_x = -r * (r * c * (w * xi - mean_g) + a * t + (phi - r * c * a) * x_hat)
+        s_x = s_x.reshape(shape)
     if mask[2]:
         s_w = r * (xi_q - mean_q * xi_1 - c * xi_x) if within else xi * t
-        s_w = _parameter_sum(groups, s_w, x)
-    t_y = (w * t).reshape(shape) if mask[0] else None
-    return t_y, None if s_x is None else s_x.reshape(shape), s_w
+        s_w = _parameter_sum(at, s_w)
+    return t_y, s_x, s_w
 
 
-# Few passes over memory, for the CPU -------------------------------------------------------------
+# Few passes over memory, for the CPU; x in the statistics' dtype ---------------------------------
 
 
-def _cell_sums(
-    groups: Groups, u: Tensor, v: Tensor, mean: Tensor | None, rstd: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Σ u⊙(v − μ)r and Σ u over cells: the dw and db of a stock batch norm backward, one pass.
+def _cell_sums(at: Point, u: Tensor) -> tuple[Tensor, Tensor]:
+    """Σ u⊙x̂ and Σ u over cells: the dw and db of a stock batch norm backward, in one pass.
 
-    A cell is a row, a channel of one example, or a channel; the sums broadcast like `rstd`,
-    with the C/G channels of a group on one more axis for norms over channels.
+    A cell is a row, a channel of one example, or a channel. The sums are shaped like the
+    statistics, with the C/G channels of a group on one more axis for norms over channels.
     """
+    groups, x, mean, rstd, _ = at
     mean = torch.zeros_like(rstd) if mean is None else mean
 
-    def sums(u: Tensor, v: Tensor, mean: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
-        arguments = (u, v, None, None, None, mean.reshape(-1), rstd.reshape(-1), True, 0.0)
+    def sums(u: Tensor, x: Tensor, mean: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
+        arguments = (u, x, None, None, None, mean.reshape(-1), rstd.reshape(-1), True, 0.0)
         return aten.native_batch_norm_backward(*arguments, [False, True, True])[1:]
 
     if groups.kind == "batch":
-        return sums(u, v, mean, rstd)
-    if groups.kind == "rows":
-        rows = (1, rstd.numel(), -1)
-        dots, totals = sums(u.view(rows), v.view(rows), mean, rstd)
-        return dots.view(rstd.shape), totals.view(rstd.shape)
-    shape = groups.split(v).shape[:3]
-    mean, rstd = (s.unsqueeze(-1).expand(shape) for s in (mean, rstd))
-    if v.is_contiguous():
-        cells = (1, shape.numel(), -1)
-        dots, totals = sums(u.view(cells), v.view(cells), mean, rstd)
+        return sums(u, x, mean, rstd)
+    if groups.kind == "channels":
+        shape = groups.split(x).shape[:3]
+        mean, rstd = (s.unsqueeze(-1).expand(shape) for s in (mean, rstd))
+    if x.is_contiguous():
+        cells = (1, rstd.numel(), -1)
+        dots, totals = sums(u.view(cells), x.view(cells), mean, rstd)
     else:  # channels-last: example by example
-        one_by_one = zip(u.split(1), v.split(1), mean, rstd, strict=True)
+        one_by_one = zip(u.split(1), x.split(1), mean, rstd, strict=True)
         dots, totals = (torch.cat(s) for s in zip(*(sums(*e) for e in one_by_one), strict=True))
-    return dots.view(shape), totals.view(shape)
+    return dots.view(rstd.shape), totals.view(rstd.shape)
 
 
-def _rms_backward_on_cpu(
-    groups: Groups,
-    xi: Tensor,
-    x: Tensor,
-    rstd: Tensor,
-    weight: Tensor | None,
-    mask: Sequence[bool],
-) -> Three:
-    dtype, shape = statistics_dtype(x), list(groups.shape)
-    xi, x = (u.to(dtype).contiguous() for u in (xi, x))
-    like = x.new_empty(shape) if weight is None else weight.to(dtype)
-    dx = None
+def _group_mean(at: Point, cells: Tensor, weighted: bool = False) -> Tensor:
+    """mean(u) or mean(w⊙u) over groups, from the sums of u over cells."""
+    if weighted and at.weight is not None:
+        cells = cells * at.weight.view(cells.shape[1:] if cells.dim() == 3 else cells.shape)
+    return (cells.sum(-1) if at.groups.kind == "channels" else cells) / at.groups.size(at.x)
+
+
+def _row_sums(at: Point, xi: Tensor, mask: list[bool]) -> tuple[Tensor, Tensor]:
+    """Σ ξ⊙x̂ and Σ ξ over rows: the dw and db of a stock layer norm backward, with μ = 0."""
+    like = xi.new_empty(at.weight_shape)
+    arguments = (xi, at.x, at.weight_shape, torch.zeros_like(at.rstd), at.rstd, like, like)
+    return aten.native_layer_norm_backward(*arguments, [False, *mask])[1:]
+
+
+def _projected(at: Point, q: Tensor, c: Tensor) -> Tensor:
+    """rP(q): the stock backward kernel where there is one."""
+    if at.groups.rms:
+        return (q * at.rstd).addcmul_(at.x, -at.rstd.square() * c)
+    t, _, _ = _stock_backward(at._replace(weight=None), q, [True, False, False])
+    return t  # type: ignore[return-value]
+
+
+def _rms_backward_on_cpu(at: Point, xi: Tensor, mask: list[bool]) -> Three:
+    xi, dx = at.like_x(xi), None
     if mask[0]:
-        g = xi if weight is None else xi * like
-        a = _group_mean(groups, _cell_sums(groups, g, x, None, rstd)[0], x)
-        dx = _projected(groups, g, x, None, rstd, a)
-    zero = torch.zeros_like(rstd)  # layer norm's Σ ξ⊙x̂ and Σ ξ, without its mean
-    sums = aten.native_layer_norm_backward(
-        xi, x, shape, zero, rstd, like, like, [False, mask[1], mask[2]]
-    )
-    return dx, sums[1] if mask[1] else None, sums[2] if mask[2] else None
+        g = xi if at.weight is None else xi * at.weight
+        dx = _projected(at, g, _group_mean(at, _cell_sums(at, g)[0]))
+    return dx, *_row_sums(at, xi, mask[1:])
 
 
-def _second_on_cpu(
-    groups: Groups,
-    xi: Tensor,
-    q: Tensor,
-    x: Tensor,
-    mean: Tensor | None,
-    rstd: Tensor,
-    weight: Tensor | None,
-    mask: Sequence[bool],
-) -> Three:
-    """`_second_formula` in about ten passes over memory, with one tensor beside the results.
-
-    s_x is summed up as k₀ + k₁x + k₂t + k₃(w⊙ξ) with one coefficient each per group.
-    """
-    dtype, rows = statistics_dtype(x), groups.kind == "rows"
-    form = layout(groups, x)
-    xi, q, x = (u.to(dtype).contiguous(memory_format=form) for u in (xi, q, x))
-    w = None if weight is None else weight.to(dtype)
-    c = _group_mean(groups, _cell_sums(groups, q, x, mean, rstd)[0], x)
-    t = _projected(groups, q, x, mean, rstd, c)
+def _second_on_cpu(at: Point, xi: Tensor, q: Tensor, mask: Sequence[bool]) -> Three:
+    """`_second_formula` in about ten passes over memory, with one tensor beside the results."""
+    xi, q = at.like_x(xi), at.like_x(q)
+    rows, w = at.groups.kind == "rows", at.weight
+    c = _group_mean(at, _cell_sums(at, q)[0])
+    t = _projected(at, q, c)
     s_x = s_w = None
     if mask[1] or mask[2]:
+        unit = at._replace(x=t, mean=None, rstd=torch.ones_like(at.rstd))  # sums of …⊙t
         g = xi * w if rows and w is not None else xi  # elsewhere w multiplies the sums
-        dots, _ = _cell_sums(groups, g, t, None, torch.ones_like(rstd))
-    if mask[2] and rows:
-        zero, one = torch.zeros_like(rstd), torch.ones_like(rstd)
-        arguments = (xi, t, list(groups.shape), zero, one, w, w, [False, True, False])
-        s_w = aten.native_layer_norm_backward(*arguments)[1]  # Σ ξ⊙t over rows
-    elif mask[2]:
-        s_w = dots.view(-1, x.shape[1]).sum(0)
-    if mask[1]:
-        s_x = _source_on_cpu(groups, g, dots, t, x, mean, rstd, w, c)
-    t_y = t if w is None else groups.split(t).mul_(groups.spread(w, x)).view(x.shape)
-    return t_y if mask[0] else None, s_x, s_w
+        dots, _ = _cell_sums(unit, g)
+        if mask[2]:
+            s_w = _row_sums(unit, xi, [True, False])[0] if rows else dots.view(-1, at.x.shape[1])
+            s_w = s_w if rows else s_w.sum(0)
+        if mask[1]:
+            s_x = _source_on_cpu(at, g, dots, t, c)
+    return _times_weight(at.groups, t, w) if mask[0] else None, s_x, s_w
 
 
-def _group_mean(groups: Groups, cells: Tensor, x: Tensor, w: Tensor | None = None) -> Tensor:
-    """mean(w⊙u) over groups from the sums of u over cells, shaped like the statistics."""
-    if groups.kind == "channels":
-        cells = cells if w is None else cells * w.view(cells.shape[1:])
-        cells = cells.sum(-1)
-    elif groups.kind == "batch" and w is not None:
-        cells = cells * w
-    return cells / groups.size(x)
-
-
-def _projected(
-    groups: Groups, q: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor, c: Tensor
-) -> Tensor:
-    """rP(q): the stock backward kernel where there is one."""
-    if groups.rms:
-        return (q * rstd).addcmul_(x, -rstd.square() * c)
-    t, _, _ = _stock_backward(groups, q, x, mean, rstd, None, [True, False, False])
-    assert t is not None
-    return t
-
-
-def _source_on_cpu(
-    groups: Groups,
-    g: Tensor,
-    dots: Tensor,
-    t: Tensor,
-    x: Tensor,
-    mean: Tensor | None,
-    rstd: Tensor,
-    w: Tensor | None,
-    c: Tensor,
-) -> Tensor:
-    """s_x = −r(rc(g − mean(g)) + at + (φ − rca)x̂) from the sums `dots` of g⊙t."""
-    a, mean_g = (_group_mean(groups, u, x, w) for u in _cell_sums(groups, g, x, mean, rstd))
-    phi = _group_mean(groups, dots, x, w)
-    on_g = -rstd.square() * c
-    on_x = -rstd.square() * (phi - rstd * c * a)
+def _source_on_cpu(at: Point, g: Tensor, dots: Tensor, t: Tensor, c: Tensor) -> Tensor:
+    """s_x = −r(rc(g − mean(g)) + at + (φ − rca)x̂) as k₀ + k₁x + k₂t + k₃g; `dots`: Σ g⊙t."""
+    groups, x, mean, r, w = at
+    per_cell = groups.kind != "rows"  # then g is ξ still, and w multiplies what it is summed to
+    a, mean_g = (_group_mean(at, u, per_cell) for u in _cell_sums(at, g))
+    phi = _group_mean(at, dots, per_cell)
+    on_g, on_x = -r.square() * c, -r.square() * (phi - r * c * a)
     constant = torch.zeros_like(on_x) if mean is None else -(on_g * mean_g + on_x * mean)
+    if w is not None and per_cell:
+        on_g = on_g * w if groups.kind == "batch" else on_g.unsqueeze(-1) * w.view(dots.shape[1:])
 
     def lay(values: Tensor) -> Tensor:
-        trailing = 0 if groups.kind == "rows" else groups.split(x).dim() - values.dim()
-        trailing -= groups.kind == "batch"
+        trailing = groups.split(x).dim() - values.dim() - (groups.kind == "batch")
         return values.view(*values.shape, *[1] * trailing)
 
     s_x = torch.addcmul(lay(constant), groups.split(x), lay(on_x))
-    s_x.addcmul_(groups.split(t), lay(-rstd * a))
-    if w is not None and groups.kind == "batch":
-        on_g = on_g * w
-    elif w is not None and groups.kind == "channels":
-        on_g = on_g.unsqueeze(-1) * w.view(dots.shape[1:])
-    return s_x.addcmul_(groups.split(g), lay(on_g)).view(x.shape)
+    s_x.addcmul_(groups.split(t), lay(-r * a)).addcmul_(groups.split(g), lay(on_g))
+    return s_x.view(x.shape)

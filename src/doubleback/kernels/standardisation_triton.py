@@ -19,6 +19,7 @@ In two passes x is seen as (O, C, S), with any strides: O examples, C channels, 
 | layer, RMS, long rows | rows | 1 | row   | the same, with a weight per entry, not per channel |
 """
 
+# pyright: reportInvalidTypeForm=false
 import importlib
 import math
 from collections.abc import Sequence
@@ -28,7 +29,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from doubleback.kernels.standardisation import Groups, layout, statistics_dtype
+from doubleback.kernels.standardisation import (
+    Groups,
+    Point,
+    Three,
+    layout,
+    statistics_dtype,
+)
 
 try:
     triton: Any = importlib.import_module("triton")
@@ -84,22 +91,15 @@ class _Call(NamedTuple):
         return self.x.shape[1] // self.groups.per_example(self.x) if over_channels else 1
 
 
-def second(
-    groups: Groups,
-    xi: Tensor | None,
-    q: Tensor,
-    x: Tensor,
-    mean: Tensor | None,
-    rstd: Tensor,
-    weight: Tensor | None,
-    mask: Sequence[bool],
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+def second(at: Point, xi: Tensor | None, q: Tensor, mask: Sequence[bool]) -> Three:
     """(t_y, s_x, s_w) as in `standardise_second`; `mask` says which are wanted."""
+    groups, x = at.groups, at.x
+    mean, rstd, weight = (u if u is None else u.contiguous() for u in at[2:])
     form = layout(groups, x)
     x, q = x.contiguous(memory_format=form), q.contiguous(memory_format=form)
     xi = None if xi is None else xi.contiguous(memory_format=form)
     t_y, s_x = (torch.empty_like(x) if want else None for want in mask[:2])
-    call = _Call(groups, xi, q, x, mean, rstd, weight, t_y, s_x, mask[2])
+    call = _Call(groups, xi, q, x, mean, rstd, weight, t_y, s_x, mask[2])  # type: ignore[arg-type]
     with torch.cuda.device_of(x):
         s_w = _one_pass(call) if _are_short_rows(call) else _two_passes(call)
     if s_w is not None and weight is not None:
@@ -145,18 +145,11 @@ def _one_pass(call: _Call) -> Tensor | None:
     elif call.weighted:
         s_w = x.new_empty((rows, channels), dtype=call.accumulator)
     _rows_kernel[(programs,)](
-        *call[1:9],
-        s_w,
-        rows,
-        1 if per_entry else groups.per_example(x),
-        channels,
-        length,
-        ROWS=at_once,
-        CHANNELS=_power(channels),
-        LENGTH=_power(length),
+        *call[1:9], s_w, rows, 1 if per_entry else groups.per_example(x), channels, length,
+        ROWS=at_once, CHANNELS=_power(channels), LENGTH=_power(length),
         num_warps=max(1, min(32, at_once * row // 256)),
         **call.flags,
-    )
+    )  # fmt: skip
     return s_w
 
 
@@ -174,30 +167,12 @@ def _source(g, t, x_hat, r, mean_g, a, c, phi):
 
 @jit
 def _rows_kernel(
-    xi_ptr,
-    q_ptr,
-    x_ptr,
-    mean_ptr,
-    rstd_ptr,
-    w_ptr,
-    t_y_ptr,
-    s_x_ptr,
-    s_w_ptr,
-    rows,
-    per_example,
-    channels,
-    length,
-    ROWS: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    LENGTH: tl.constexpr,
-    ACC: tl.constexpr,
-    RMS: tl.constexpr,
-    AFFINE: tl.constexpr,
-    PER_ENTRY: tl.constexpr,
-    TANGENT: tl.constexpr,
-    SOURCE: tl.constexpr,
-    WEIGHTED: tl.constexpr,
-):
+    xi_ptr, q_ptr, x_ptr, mean_ptr, rstd_ptr, w_ptr, t_y_ptr, s_x_ptr, s_w_ptr, rows, per_example,
+    channels, length,
+    ROWS: tl.constexpr, CHANNELS: tl.constexpr, LENGTH: tl.constexpr, ACC: tl.constexpr,
+    RMS: tl.constexpr, AFFINE: tl.constexpr, PER_ENTRY: tl.constexpr, TANGENT: tl.constexpr,
+    SOURCE: tl.constexpr, WEIGHTED: tl.constexpr,
+):  # fmt: skip
     entry = tl.arange(0, CHANNELS * LENGTH)
     channel, place = entry // LENGTH, entry % LENGTH
     inside = (channel < channels) & (place < length)
@@ -306,21 +281,12 @@ def _two_passes(call: _Call) -> Tensor | None:
     if call.weighted and groups.kind != "rows":
         s_w = x.new_empty((sets, ext.channels), dtype=call.accumulator)
     _combine_kernel[(sets * per_set,)](
-        sums,
-        sums[0].numel(),
-        call.rstd,
-        call.weight,
-        values,
-        s_w,
-        ext.channels,
-        per_set,
-        channels_per_group,
-        parts,
-        groups.size(x),
+        sums, sums[0].numel(), call.rstd, call.weight, values, s_w,
+        ext.channels, per_set, channels_per_group, parts, groups.size(x),
         CHANNELS=min(_power(channels_per_group), 16),
         PARTS=min(_power(parts), 1024 // min(_power(channels_per_group), 16)),
         **flags,
-    )
+    )  # fmt: skip
     if call.t_y is None and call.s_x is None and s_w is not None:
         return s_w
     parts = ext.examples
@@ -335,34 +301,12 @@ def _two_passes(call: _Call) -> Tensor | None:
 
 @jit
 def _sums_kernel(
-    xi_ptr,
-    q_ptr,
-    x_ptr,
-    mean_ptr,
-    rstd_ptr,
-    w_ptr,
-    sums_ptr,
-    plane,
-    examples,
-    channels,
-    entries,
-    example_stride,
-    channel_stride,
-    entry_stride,
-    inner,
-    per_set,
-    channels_per_group,
-    parts,
-    CHANNELS: tl.constexpr,
-    ENTRIES: tl.constexpr,
-    ACC: tl.constexpr,
-    RMS: tl.constexpr,
-    AFFINE: tl.constexpr,
-    PER_ENTRY: tl.constexpr,
-    TANGENT: tl.constexpr,
-    SOURCE: tl.constexpr,
+    xi_ptr, q_ptr, x_ptr, mean_ptr, rstd_ptr, w_ptr, sums_ptr, plane, examples, channels, entries,
+    example_stride, channel_stride, entry_stride, inner, per_set, channels_per_group, parts,
+    CHANNELS: tl.constexpr, ENTRIES: tl.constexpr, ACC: tl.constexpr, RMS: tl.constexpr,
+    AFFINE: tl.constexpr, PER_ENTRY: tl.constexpr, TANGENT: tl.constexpr, SOURCE: tl.constexpr,
     WEIGHTED: tl.constexpr,
-):
+):  # fmt: skip
     """Σq, Σq⊙x̂, Σξ, Σξ⊙x̂, Σξ⊙q over cells; with a weight per entry, w⊙ξ in place of ξ."""
     blocks = tl.cdiv(channels, CHANNELS)
     part, rest = tl.program_id(0) % parts, tl.program_id(0) // parts
@@ -412,27 +356,12 @@ def _sums_kernel(
 
 @jit
 def _combine_kernel(
-    sums_ptr,
-    plane,
-    rstd_ptr,
-    w_ptr,
-    values_ptr,
-    s_w_ptr,
-    channels,
-    per_set,
-    channels_per_group,
-    parts,
-    m,
-    CHANNELS: tl.constexpr,
-    PARTS: tl.constexpr,
-    ACC: tl.constexpr,
-    RMS: tl.constexpr,
-    AFFINE: tl.constexpr,
-    PER_ENTRY: tl.constexpr,
-    TANGENT: tl.constexpr,
-    SOURCE: tl.constexpr,
+    sums_ptr, plane, rstd_ptr, w_ptr, values_ptr, s_w_ptr, channels, per_set, channels_per_group,
+    parts, m,
+    CHANNELS: tl.constexpr, PARTS: tl.constexpr, ACC: tl.constexpr, RMS: tl.constexpr,
+    AFFINE: tl.constexpr, PER_ENTRY: tl.constexpr, TANGENT: tl.constexpr, SOURCE: tl.constexpr,
     WEIGHTED: tl.constexpr,
-):
+):  # fmt: skip
     """mean(q), c, mean(g), a, φ of one group, and s_w of its channels."""
     group = tl.program_id(0)
     groups = tl.num_programs(0)
@@ -492,37 +421,13 @@ def _combine_kernel(
 
 @jit
 def _apply_kernel(
-    xi_ptr,
-    q_ptr,
-    x_ptr,
-    mean_ptr,
-    rstd_ptr,
-    w_ptr,
-    t_y_ptr,
-    s_x_ptr,
-    s_w_ptr,
-    values_ptr,
-    groups,
-    examples,
-    channels,
-    entries,
-    example_stride,
-    channel_stride,
-    entry_stride,
-    inner,
-    per_set,
-    channels_per_group,
-    parts,
-    CHANNELS: tl.constexpr,
-    ENTRIES: tl.constexpr,
-    ACC: tl.constexpr,
-    RMS: tl.constexpr,
-    AFFINE: tl.constexpr,
-    PER_ENTRY: tl.constexpr,
-    TANGENT: tl.constexpr,
-    SOURCE: tl.constexpr,
+    xi_ptr, q_ptr, x_ptr, mean_ptr, rstd_ptr, w_ptr, t_y_ptr, s_x_ptr, s_w_ptr, values_ptr,
+    groups, examples, channels, entries, example_stride, channel_stride, entry_stride, inner,
+    per_set, channels_per_group, parts,
+    CHANNELS: tl.constexpr, ENTRIES: tl.constexpr, ACC: tl.constexpr, RMS: tl.constexpr,
+    AFFINE: tl.constexpr, PER_ENTRY: tl.constexpr, TANGENT: tl.constexpr, SOURCE: tl.constexpr,
     WEIGHTED: tl.constexpr,
-):
+):  # fmt: skip
     """t_y and s_x from the five numbers of each group; Σ ξ⊙t where each entry has its weight."""
     chunks = tl.cdiv(entries, ENTRIES)
     part, rest = tl.program_id(0) % parts, tl.program_id(0) // parts

@@ -1,0 +1,44 @@
+# make demo   train with and without a penalty, and compare
+# make test   what CI runs: linters, types, tests
+# make bench  the measurements behind the README's table (a GPU is used when there is one)
+
+PYTHON ?= python3
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --constraint constraints.txt
+STAMP := .venv/.doubleback
+
+.DELETE_ON_ERROR:
+.PHONY: setup demo test lint types bench readme clean
+
+setup: $(STAMP)
+
+# The build backend is installed first and used in place, so that it is pinned like the rest.
+$(STAMP): pyproject.toml constraints.txt
+	@echo "setting up .venv (once)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@$(PIP) hatchling editables
+	@$(PIP) --no-build-isolation --editable '.[test]'
+	@touch $@
+
+demo: $(STAMP)
+	@$(BIN)/doubleback demo $(ARGS)
+
+test: lint types
+	@$(BIN)/python -m pytest -n 2 -q $(ARGS)
+
+lint: $(STAMP)
+	@$(BIN)/ruff check
+	@$(BIN)/ruff format --check
+
+types: $(STAMP)
+	@$(BIN)/pyright
+
+bench: $(STAMP)
+	@PYTHONPATH=src $(BIN)/python benchmarks/engine.py $(ARGS)
+
+readme: $(STAMP)
+	@$(BIN)/python benchmarks/readme_table.py
+
+clean:
+	rm -rf .venv build dist .hypothesis .pytest_cache .ruff_cache
+	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

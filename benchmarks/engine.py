@@ -1,0 +1,349 @@
+"""What a penalised training step costs, side by side with plain training and with other libraries.
+
+    PYTHONPATH=src python benchmarks/engine.py --out benchmarks/results/engine.json
+    PYTHONPATH=src python benchmarks/engine.py --small --device cpu
+
+Every network and dtype runs in a process of its own with a time limit; the output file is rewritten
+after each. benchmarks/README.md explains the methods and the columns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import importlib.util
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import methods
+import nets
+import report
+
+HERE = Path(__file__).resolve().parent
+
+
+def arguments() -> argparse.Namespace:
+    names = methods.known()
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0],
+        epilog="methods: " + ", ".join(names),
+    )
+    add = parser.add_argument
+    add("--nets", nargs="+", choices=nets.TABLE, default=list(nets.TABLE), metavar="NET")
+    add("--dtypes", nargs="+", choices=["float32", "bf16"], help="default: both; CPU: float32")
+    add("--methods", nargs="+", choices=names, metavar="METHOD", help="default: see README.md")
+    add("--also", nargs="+", choices=names, default=[], metavar="METHOD", help="beside the default")
+    add("--all-peers", action="store_true", help="compile slow peers on heavy networks too")
+    add("--small", action="store_true", help="reduced sizes, for CPUs")
+    add("--device", choices=["cuda", "cpu"], help="default: cuda if there is one")
+    add("--repeats", type=int, default=60, help="timed steps per method")
+    add("--cap-seconds", type=float, help="timed seconds per method; default: 2; CPU: 0.5")
+    add("--budget-seconds", type=float, help="for the whole run")
+    add("--limit-seconds", type=float, default=420.0, help="for one network and dtype")
+    add("--warm-cache", action="store_true", help="first compile everything in parallel")
+    add("--compile-only", action="store_true", help="do that and nothing else")
+    add(
+        "--jobs", type=int, default=max(1, (os.cpu_count() or 2) // 2), help="parallel compilations"
+    )
+    add("--cache-dir", type=Path, default=Path(tempfile.gettempdir()) / "doubleback-benchmarks")
+    add("--jax-python", default=sys.executable, help="the interpreter that has JAX")
+    add("--out", type=Path, help="JSON file")
+    add("--combine", nargs="+", type=Path, metavar="JSON", help="merge results; measures nothing")
+    chosen = parser.parse_args()
+    chosen.device = chosen.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    cpu = chosen.device == "cpu"
+    chosen.dtypes = chosen.dtypes or (["float32"] if cpu else ["float32", "bf16"])
+    chosen.cap_seconds = chosen.cap_seconds or (0.5 if cpu else 2.0)
+    chosen.budget_seconds = chosen.budget_seconds or float("inf")
+    return chosen
+
+
+def selected(chosen: argparse.Namespace, net: str) -> list[str]:
+    """The methods to run on a network: as asked, or the default less what does not apply."""
+    names = methods.known()
+    if chosen.methods:
+        wanted = [names[method] for method in chosen.methods]
+    else:
+        skipped = nets.TABLE[net].heavy and not chosen.all_peers
+        wanted = [
+            method
+            for method in methods.DEFAULT
+            if method in methods.JAX or not (methods.parse(method)[0].peer and skipped)
+        ]
+        if importlib.util.find_spec("jax") is None and chosen.jax_python == sys.executable:
+            wanted = [method for method in wanted if method not in methods.JAX]
+    wanted += [names[method] for method in chosen.also if names[method] not in wanted]
+    if not nets.TABLE[net].layouts:
+        wanted = [method for method in wanted if methods.CHANNELS_LAST not in method]
+    return wanted
+
+
+# --- processes ------------------------------------------------------------------------------------
+
+
+def environment(chosen: argparse.Namespace, threads: int | None = None) -> dict[str, str]:
+    cache = chosen.cache_dir.absolute()
+    variables = dict(os.environ)
+    variables.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache / "inductor"))
+    variables.setdefault("TRITON_CACHE_DIR", str(cache / "triton"))
+    variables.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache / "jax"))
+    variables.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+    variables.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    if chosen.device == "cpu":
+        variables.setdefault("JAX_PLATFORMS", "cpu")
+    if threads is not None:
+        variables["TORCHINDUCTOR_COMPILE_THREADS"] = str(threads)
+    return variables
+
+
+def call(command: list[str], variables: dict[str, str], limit_s: float) -> tuple[str, str, str]:
+    """(stdout, stderr, trouble) of a process; on time-out it and its children are ended."""
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        process = subprocess.Popen(
+            command, env=variables, stdout=out, stderr=err, start_new_session=True
+        )
+        trouble = ""
+        try:
+            if process.wait(timeout=max(1.0, limit_s)):
+                trouble = f"exit status {process.returncode}"
+        except subprocess.TimeoutExpired:
+            trouble = f"ended at its limit of {limit_s:.0f} s"
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        out.seek(0), err.seek(0)
+        return out.read(), err.read(), trouble
+
+
+class Task:
+    """One network in one dtype with some methods: a worker process, then JAX in another."""
+
+    def __init__(self, chosen, net: str, dtype: str, names: list[str], *, compile_only: bool):
+        self.chosen, self.net, self.dtype = chosen, net, dtype
+        self.torch_methods = [name for name in names if name not in methods.JAX]
+        self.jax_methods = [name for name in names if name in methods.JAX]
+        self.compile_only = compile_only
+        self.size = nets.TABLE[net].size(chosen.small)
+
+    @property
+    def gib(self) -> float:
+        """Device memory this task may need."""
+        if self.chosen.small:
+            return 1.0
+        return nets.TABLE[self.net].gib * (1.0 if self.dtype == "float32" else 0.5) + 1
+
+    def run(self, limit_s: float, threads: int | None = None) -> dict[str, Any]:
+        """The worker's facts, its rows completed: every method has one, if only an error."""
+        start = time.monotonic()
+        with tempfile.TemporaryDirectory() as folder_name:
+            folder = Path(folder_name)
+            variables = environment(self.chosen, threads)
+            own = 0.75 * limit_s if self.jax_methods else limit_s
+            facts = self._worker(folder, variables, own)
+            if self.jax_methods:
+                left = limit_s - (time.monotonic() - start)
+                facts["rows"] |= self._jax(folder, variables, left)
+        return facts
+
+    def _worker(self, folder: Path, variables: dict[str, str], limit_s: float) -> dict[str, Any]:
+        result = folder / "result.json"
+        job = {
+            "net": self.net,
+            "dtype": self.dtype,
+            "methods": self.torch_methods,
+            "small": self.chosen.small,
+            "device": self.chosen.device,
+            "repeats": self.chosen.repeats,
+            "cap_s": self.chosen.cap_seconds,
+            "limit_s": limit_s,
+            "compile_only": self.compile_only,
+            "export": str(folder) if self.jax_methods else None,
+            "result": str(result),
+        }
+        (folder / "worker.json").write_text(json.dumps(job))
+        command = [sys.executable, str(HERE / "worker.py"), str(folder / "worker.json")]
+        _, err, trouble = call(command, variables, limit_s + 10)
+        facts = json.loads(result.read_text()) if result.exists() else {"rows": {}}
+        for method in self.torch_methods:
+            row = facts["rows"].setdefault(method, {"error": f"not run: {trouble}"})
+            if trouble and method == facts.get("current"):
+                row["error"] = f"{trouble}; {err.strip()[-600:]}"
+        if trouble and not facts.get("current"):
+            print(err[-2000:], file=sys.stderr)
+        return facts
+
+    def _jax(self, folder: Path, variables: dict[str, str], limit_s: float) -> dict[str, Any]:
+        if not (folder / "data.npz").exists():
+            return {
+                method: {"error": "not run: no exported network"} for method in self.jax_methods
+            }
+        job = {
+            "net": self.net,
+            "dtype": self.dtype,
+            "device": self.chosen.device,
+            "sizes": asdict(self.size)["arguments"],
+            "sets": 2,
+            "methods": self.jax_methods,
+            "weight": nets.TABLE[self.net].weight,
+            "repeats": self.chosen.repeats,
+            "cap_s": self.chosen.cap_seconds,
+            "compile_only": self.compile_only,
+        }
+        (folder / "job.json").write_text(json.dumps(job))
+        command = [self.chosen.jax_python, str(HERE / "jax_peer.py"), str(folder)]
+        out, err, trouble = call(command, variables, limit_s)
+        rows = {}
+        for line in out.splitlines():
+            if line.startswith("{"):
+                row = json.loads(line)
+                rows[row.pop("method")] = row
+        for method in self.jax_methods:
+            rows.setdefault(method, {"error": f"not run: {trouble}; {err.strip()[-600:]}"})
+        return rows
+
+
+# --- the two passes -------------------------------------------------------------------------------
+
+
+class Memory:
+    """Admits tasks while their device memory adds up to less than the card has."""
+
+    def __init__(self, gib: float):
+        self.free, self.total = gib, gib
+        self.changed = threading.Condition()
+
+    @contextlib.contextmanager
+    def take(self, gib: float) -> Iterator[None]:
+        gib = min(gib, self.total)
+        with self.changed:
+            self.changed.wait_for(lambda: self.free >= gib)
+            self.free -= gib
+        try:
+            yield
+        finally:
+            with self.changed:
+                self.free += gib
+                self.changed.notify_all()
+
+
+def device_gib(device: str) -> float:
+    """What may be handed out, asked in another process so that this one stays off the device."""
+    if device == "cpu":
+        return 8.0
+    question = "import torch; print(torch.cuda.get_device_properties(0).total_memory)"
+    answer = subprocess.run(
+        [sys.executable, "-c", question], capture_output=True, text=True, check=True
+    )
+    return 0.85 * int(answer.stdout) / 2**30
+
+
+def warm_cache(chosen: argparse.Namespace, deadline: float) -> None:
+    """Compile every method in parallel processes, so that the timed pass finds it in the caches."""
+    tasks = []
+    for net in chosen.nets:
+        for dtype in chosen.dtypes:
+            wanted = selected(chosen, net)
+            jax = [name for name in wanted if name in methods.JAX]
+            groups = [[m] for m in wanted if m not in jax and methods.parse(m)[0].compiled]
+            groups += [jax] if jax else []
+            tasks += [Task(chosen, net, dtype, group, compile_only=True) for group in groups]
+    tasks.sort(key=lambda task: not nets.TABLE[task.net].heavy)
+    memory = Memory(device_gib(chosen.device))
+    threads = max(1, (os.cpu_count() or 2) // max(1, chosen.jobs))
+
+    def compile_one(task: Task) -> None:
+        names = ", ".join(task.torch_methods + task.jax_methods)
+        with memory.take(task.gib):
+            left = deadline - time.monotonic()
+            if left < 10:
+                return print(f"  not compiled, budget spent: {task.net} {task.dtype} {names}")
+            start = time.monotonic()
+            rows = task.run(min(left, chosen.limit_seconds), threads)["rows"]
+        troubles = [f"{m}: {row['error']}" for m, row in rows.items() if row.get("error")]
+        seconds = time.monotonic() - start
+        print(f"  {seconds:6.1f} s  {task.net} {task.dtype}: {names}", flush=True)
+        for trouble in troubles:
+            print(f"           {trouble.splitlines()[0][:160]}", flush=True)
+
+    print(f"compiling {len(tasks)} methods, {chosen.jobs} at a time", flush=True)
+    with ThreadPoolExecutor(chosen.jobs) as pool:
+        list(pool.map(compile_one, tasks))
+
+
+def timed_pass(chosen: argparse.Namespace, document: dict[str, Any], deadline: float) -> None:
+    pairs = [(net, dtype) for net in chosen.nets for dtype in chosen.dtypes]
+    for i, (net, dtype) in enumerate(pairs):
+        task = Task(chosen, net, dtype, selected(chosen, net), compile_only=False)
+        left = deadline - time.monotonic()
+        share = 2 * left / (len(pairs) - i)
+        limit = min(chosen.limit_seconds, left, max(60.0, share))
+        start = time.monotonic()
+        if left < 20:
+            error = {"error": "not run: budget spent"}
+            facts = {"rows": {m: dict(error) for m in task.torch_methods + task.jax_methods}}
+        else:
+            facts = task.run(limit)
+        document["hardware"] = facts.get("hardware", document["hardware"])
+        document["versions"] |= facts.get("versions", {})
+        rows = report.complete(net, dtype, task.size.batch, nets.TABLE[net].weight, facts)
+        document["results"] += rows
+        report.write(chosen.out, document)
+        print(f"\n{net} {dtype}, batch {task.size.batch}: {time.monotonic() - start:.0f} s")
+        report.show(rows)
+
+
+def main() -> int:
+    chosen = arguments()
+    if chosen.combine:
+        document = report.combine([json.loads(path.read_text()) for path in chosen.combine])
+        report.write(chosen.out, document)
+        report.overview(document["results"])
+        return 0
+    deadline = time.monotonic() + chosen.budget_seconds
+    if chosen.warm_cache or chosen.compile_only:
+        half = time.monotonic() + chosen.budget_seconds / 2
+        warm_cache(chosen, deadline if chosen.compile_only else half)
+    if chosen.compile_only:
+        return 0
+    document = {
+        "hardware": None,
+        "versions": {"jax": report.jax_version(chosen.jax_python)},
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": command_line(),
+        "small": chosen.small,
+        "results": [],
+    }
+    timed_pass(chosen, document, deadline)
+    print()
+    report.overview(document["results"])
+    return 0
+
+
+def command_line() -> str:
+    """The command as others would type it: without the folders of this machine."""
+    words = sys.argv[1:]
+    for option in ("--out", "--cache-dir", "--jax-python"):
+        if option in words[:-1]:
+            at = words.index(option) + 1
+            words[at] = Path(words[at]).name
+    return shlex.join(["python", "benchmarks/engine.py", *words])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

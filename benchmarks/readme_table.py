@@ -1,0 +1,118 @@
+"""Writes the measured tables of README.md from benchmarks/results/engine-*.json.
+
+python benchmarks/readme_table.py            rewrite what lies between the markers
+python benchmarks/readme_table.py --check    exit with 1 if that would change anything
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+START, END = "<!-- bench:start -->", "<!-- bench:end -->"
+
+EAGER, COMPILED = "price_vs_plain_eager", "price_vs_plain_compiled"
+COLUMNS = (  # heading, method, which ratio goes in brackets
+    ("plain", "plain", None),
+    ("stock autograd", "stock", EAGER),
+    ("**doubleback**", "doubleback eager", EAGER),
+    ("plain, compiled", "plain compiled", None),
+    ("make_fx + Inductor", "make_fx + inductor", COMPILED),
+    ("torch.func, compiled", "torch.func compiled", COMPILED),
+    ("JAX plain", "JAX jit plain", None),
+    ("JAX", "JAX jit", None),
+    ("**doubleback, compiled**", "doubleback compiled", COMPILED),
+    ("**`accumulate`, compiled**", "doubleback one-shot compiled", COMPILED),
+)
+
+
+def cell(row: dict[str, Any] | None, ratio: str | None) -> str:
+    """'5.27 (1.88×)'; '–' where a method was not run, 'fails' where it raised.
+
+    >>> cell({"ms": 5.274, "error": None, "suspect": False, "r": 1.884}, "r")
+    '5.27 (1.88×)'
+    """
+    if row is None or (row["error"] or "").startswith("not run"):
+        return "–"
+    if row["error"] or row["ms"] is None:
+        return "fails"
+    text = f"{row['ms']:.2f}" + ("†" if row["suspect"] else "")
+    return f"{text} ({row[ratio]:.2f}×)" if ratio and row[ratio] else text
+
+
+def table(results: list[dict[str, Any]]) -> Iterable[str]:
+    """One line per network and dtype; columns that no network filled are left out."""
+    found = {(row["net"], row["dtype"], row["method"]): row for row in results}
+    cases = dict.fromkeys((row["net"], row["dtype"], row["batch"]) for row in results)
+    body = {
+        case: [cell(found.get((*case[:2], method)), ratio) for _, method, ratio in COLUMNS]
+        for case in cases
+    }
+    used = [i for i in range(len(COLUMNS)) if any(cells[i] != "–" for cells in body.values())]
+    yield " | ".join(["| network, batch", *(COLUMNS[i][0] for i in used), "peak memory |"])
+    yield "| --- " + "| ---: " * (len(used) + 1) + "|"
+    for (net, dtype, batch), cells in body.items():
+        ours = found.get((net, dtype, "doubleback compiled")) or {}
+        memory = ours.get("memory_vs_plain")
+        peak = f"{memory:.2f}×" if memory else "–"
+        name = f"| {net} {dtype}, {batch}"
+        yield " | ".join([name, *(cells[i] for i in used), f"{peak} |"])
+
+
+def section(path: Path) -> str:
+    document = json.loads(path.read_text(encoding="utf-8"))
+    rows = document["results"]
+    versions = ", ".join(f"{name} {value}" for name, value in document["versions"].items() if value)
+    sizes = ", reduced sizes" if document["small"] else ""
+    lines = [
+        f"**{document['hardware']}**{sizes} ({versions}; {document['date'][:10]}). Milliseconds of "
+        "one training step; in brackets, times the plain step (the compiled plain step for "
+        "compiled methods). Peak memory is doubleback compiled over plain.",
+        "",
+        *table(rows),
+        "",
+    ]
+    if any(row["suspect"] for row in rows):
+        lines += ["† further from the exact gradient than rounding explains.", ""]
+    name = path.relative_to(ROOT).as_posix()
+    lines += [f"From [{name}]({name}), by `{'`, `'.join(document['command'].splitlines())}`.", ""]
+    return "\n".join(lines)
+
+
+def rewritten(readme: str, paths: list[Path]) -> str:
+    tables = "".join("\n" + section(path) for path in paths)
+    pattern = re.compile(re.escape(START) + ".*?" + re.escape(END), re.DOTALL)
+    if len(pattern.findall(readme)) != 1:
+        raise SystemExit(f"README.md needs one {START} and one {END} after it")
+    return pattern.sub(
+        lambda _: f"{START}\n{tables}\n{END}" if tables else f"{START}\n{END}", readme
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Write the measured tables of README.md.")
+    parser.add_argument("--check", action="store_true", help="change nothing, exit with 1 if stale")
+    arguments = parser.parse_args()
+    # GPUs first: engine-cpu.json is the appendix.
+    paths = sorted(RESULTS.glob("engine-*.json"), key=lambda path: ("cpu" in path.stem, path.stem))
+    if not paths:
+        print(f"no engine-*.json under {RESULTS.relative_to(ROOT)}: make bench", file=sys.stderr)
+        return 0 if arguments.check else 1
+    readme = ROOT / "README.md"
+    old = readme.read_text(encoding="utf-8")
+    new = rewritten(old, paths)
+    if arguments.check:
+        return int(new != old)
+    readme.write_text(new, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,20 @@
+"""One thread per worker, and property tests that draw the same examples in every run.
+
+`HYPOTHESIS_PROFILE=explore pytest tests/test_random_graphs.py` draws new ones.
+"""
+
+import os
+
+import hypothesis
+import torch
+
+torch.set_num_threads(1)
+
+_common = {
+    "deadline": None,
+    "suppress_health_check": [hypothesis.HealthCheck.too_slow],
+    "print_blob": True,
+}
+hypothesis.settings.register_profile("fixed", derandomize=True, database=None, **_common)
+hypothesis.settings.register_profile("explore", **_common)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))

@@ -1,0 +1,444 @@
+"""Standardisation against autograd's reverse over reverse of the stock norms, in float64."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from doubleback.errors import InputError
+from doubleback.kernels import standardisation_triton
+from doubleback.kernels.standardisation import (
+    Groups,
+    Point,
+    eager,
+    standardise,
+    standardise_backward,
+    standardise_second,
+    standardise_tangent,
+)
+
+CUDA = torch.cuda.is_available()
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+needs_cuda = pytest.mark.skipif(not CUDA, reason="no CUDA device on this machine")
+needs_triton = pytest.mark.skipif(
+    not (HAS_TRITON and (CUDA or INTERPRETED)),
+    reason="the Triton kernels need a CUDA device, or Triton with TRITON_INTERPRET=1",
+)
+
+# Largest error, relative to the largest entry of the exact result. The 16-bit rows allow for
+# the rounding of the result and of one intermediate; sums over the batch are kept in float32.
+TOLERANCE = {
+    torch.float64: 1e-10,
+    torch.float32: 5e-6,
+    torch.bfloat16: 1.2e-2,
+    torch.float16: 1.5e-3,
+}
+
+
+class Case(NamedTuple):
+    name: str
+    groups: Groups
+    shape: tuple[int, ...]
+    form: torch.memory_format = torch.contiguous_format
+
+
+LAST, LAST_3D = torch.channels_last, torch.channels_last_3d
+CASES = [
+    Case("layer 2d", Groups.layer_norm([7]), (5, 7)),
+    Case("layer 3d", Groups.layer_norm([12]), (2, 9, 12)),
+    Case("layer 4d, two axes", Groups.layer_norm([4, 3]), (2, 5, 4, 3)),
+    Case("layer, one row", Groups.layer_norm([6]), (6,)),
+    Case("rms 2d", Groups.rms_norm([7]), (5, 7)),
+    Case("rms 3d, two axes", Groups.rms_norm([4, 3]), (5, 4, 3)),
+    Case("batch 2d", Groups.batch_norm(), (6, 4)),
+    Case("batch 3d", Groups.batch_norm(), (6, 4, 3)),
+    Case("batch 4d", Groups.batch_norm(), (5, 3, 4, 5)),
+    Case("batch 4d, channels-last", Groups.batch_norm(), (5, 6, 4, 3), LAST),
+    Case("batch 5d", Groups.batch_norm(), (3, 4, 2, 3, 2)),
+    Case("batch 5d, channels-last", Groups.batch_norm(), (3, 4, 2, 3, 2), LAST_3D),
+    Case("group 2d", Groups.group_norm(2), (4, 8)),
+    Case("group 3d", Groups.group_norm(2), (3, 4, 5)),
+    Case("group 4d", Groups.group_norm(3), (3, 6, 5, 3)),
+    Case("group 4d, channels-last", Groups.group_norm(3), (3, 6, 5, 3), LAST),
+    Case("group 5d, channels-last", Groups.group_norm(2), (2, 6, 2, 3, 2), LAST_3D),
+    Case("instance 3d", Groups.instance_norm(), (3, 4, 5)),
+    Case("instance 4d", Groups.instance_norm(), (3, 4, 5, 2)),
+    Case("instance 4d, channels-last", Groups.instance_norm(), (3, 4, 5, 2), LAST),
+]
+NAMES = [case.name for case in CASES]
+ROUTES = [
+    pytest.param("eager", id="eager"),
+    pytest.param("plain", id="plain operations"),
+    pytest.param("cuda", id="eager on CUDA", marks=needs_cuda),
+    pytest.param("triton", id="Triton", marks=needs_triton),
+    pytest.param("two passes", id="Triton, two passes", marks=needs_triton),
+]
+
+
+def stock(groups: Groups, x: Tensor, w: Tensor | None, b: Tensor | None, eps: float) -> Tensor:
+    if groups.rms:
+        return torch.rms_norm(x, groups.shape, w, eps)
+    if groups.kind == "rows":
+        return torch.layer_norm(x, groups.shape, w, b, eps)
+    if groups.kind == "batch":
+        return torch.batch_norm(x, w, b, None, None, True, 0.1, eps, False)
+    if groups.count:
+        return torch.group_norm(x, groups.count, w, b, eps)
+    return torch.instance_norm(x, w, b, None, None, True, 0.1, eps, False)
+
+
+class Drawn(NamedTuple):
+    x: Tensor
+    w: Tensor | None
+    b: Tensor | None
+    xi: Tensor
+    q: Tensor
+
+
+def draw(case: Case, affine=True, dtype=torch.float64, device="cpu", parameters=None) -> Drawn:
+    torch.manual_seed(0)
+
+    def random(shape, offset=0.0, dtype=dtype):
+        return (torch.randn(shape, dtype=torch.float64) + offset).to(dtype).to(device)
+
+    x, xi, q = random(case.shape, 1.5), random(case.shape), random(case.shape, 0.5)
+    shape = case.groups.shape or case.shape[1:2]
+    w, b = (random(shape, dtype=parameters or dtype) for _ in range(2))
+    x = x.contiguous(memory_format=case.form)
+    return Drawn(x, w if affine else None, None if case.groups.rms or not affine else b, xi, q)
+
+
+def truth(groups: Groups, given: Drawn, eps=1e-5) -> dict[str, Tensor]:
+    """y, dx, dw, db, t_y, s_x and s_w, all by reverse over reverse in float64."""
+    given = Drawn(*(None if t is None else t.double() for t in given))
+    leaves = {"x": given.x, "w": given.w, "b": given.b}
+    leaves = {k: t.detach().requires_grad_() for k, t in leaves.items() if t is not None}
+    x, inputs = leaves["x"], list(leaves.values())
+    y = stock(groups, x, leaves.get("w"), leaves.get("b"), eps)
+    xi = given.xi.clone().requires_grad_()
+    first = torch.autograd.grad(y, inputs, xi, create_graph=True)
+    found = {"y": y, **{f"d{k}": g for k, g in zip(leaves, first, strict=True)}}
+    curved = [xi, *(leaves[k] for k in ("x", "w") if k in leaves)]
+    second = torch.autograd.grad(first[0], curved, given.q, allow_unused=True)
+    found |= dict(zip(("t_y", "s_x", "s_w"), second, strict=False))
+    return {k: t.detach() for k, t in found.items() if t is not None}
+
+
+def compute(groups: Groups, given: Drawn, route="eager", eps=1e-5) -> dict[str, Tensor]:
+    x, w, b, xi, q = given
+    fused = False if route == "plain" else None
+    y, mean, rstd = standardise(groups, x, w, b, eps, fused=fused)
+    at = (x, mean, rstd, w)
+    wanted = (True, True, b is not None)
+    dx, dw, db = standardise_backward(groups, xi, *at, wanted, fused=fused)
+    if route in ("triton", "two passes"):
+        point = Point.of(groups, *at)
+        t_y, s_x, s_w = standardisation_triton.second(point, xi, q, [True, True, w is not None])
+        tangent, _, _ = standardisation_triton.second(point, None, q, [True, False, False])
+    else:
+        t_y, s_x, s_w = standardise_second(groups, xi, q, *at, fused=fused)
+        tangent = standardise_tangent(groups, q, *at, fused=fused)
+    found = {"y": y, "dx": dx, "dw": dw, "db": db, "t_y": t_y, "s_x": s_x, "s_w": s_w}
+    found |= {"mean": mean, "rstd": rstd, "tangent": tangent}
+    return {k: t for k, t in found.items() if t is not None}
+
+
+def error(found: Tensor, exact: Tensor) -> float:
+    scale = exact.abs().max().clamp_min(torch.finfo(torch.float64).tiny)
+    return ((found.double() - exact).abs().max() / scale).item()
+
+
+def assert_agree(found: dict, exact: dict, tolerance: float) -> None:
+    errors = {k: error(found[k], exact[k]) for k in exact}
+    errors["tangent"] = error(found["tangent"], exact["t_y"])
+    assert max(errors.values()) <= tolerance, errors
+
+
+@pytest.fixture
+def short_rows(monkeypatch):
+    """Every group counts as long, and spans several tiles."""
+    monkeypatch.setattr(standardisation_triton, "LONGEST", 1)
+    monkeypatch.setattr(standardisation_triton, "TILE", 8)
+
+
+@pytest.fixture
+def device(route, request):
+    if route == "two passes":
+        request.getfixturevalue("short_rows")
+    return "cuda" if CUDA and route in ("cuda", "triton", "two passes") else "cpu"
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("affine", [True, False], ids=["affine", "plain"])
+@pytest.mark.parametrize("case", CASES, ids=NAMES)
+def test_parity_in_float64(case, affine, route, device):
+    given = draw(case, affine, device=device)
+    assert_agree(compute(case.groups, given, route), truth(case.groups, given), 1e-10)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("case", CASES, ids=NAMES)
+def test_lower_precision(case, dtype, route, device):
+    given = draw(case, dtype=dtype, device=device)
+    found = compute(case.groups, given, route)
+    assert found["rstd"].dtype == torch.float32
+    assert all(found[k].dtype == dtype for k in found if k not in ("mean", "rstd"))
+    assert_agree(found, truth(case.groups, given), TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ["layer 3d", "rms 2d", "batch 4d", "group 4d", "instance 3d"])
+def test_float32_parameters_beside_16_bit_input(name, dtype, route, device):
+    case = CASES[NAMES.index(name)]
+    given = draw(case, dtype=dtype, device=device, parameters=torch.float32)
+    found = compute(case.groups, given, route)
+    assert found["rstd"].dtype == found["s_w"].dtype == found["dw"].dtype == torch.float32
+    assert all(found[k].dtype == dtype for k in ("y", "dx", "t_y", "s_x", "tangent"))
+    assert_agree(found, truth(case.groups, given), TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("name", ["batch 4d", "layer 3d", "group 4d"])
+def test_16_bit_statistics_are_taken(name, route, device):
+    """Graphs captured from stock norms hand over the statistics that those kernels store."""
+    case = CASES[NAMES.index(name)]
+    x, w, _, xi, q = draw(case, dtype=torch.bfloat16, device=device)
+    _, mean, rstd = standardise(case.groups, x, w, None, 1e-5)
+    at = (x, mean.bfloat16(), rstd.bfloat16(), w)
+    dx, _, _ = standardise_backward(case.groups, xi, *at)
+    tangent = standardise_tangent(case.groups, q, *at)
+    _, s_x, s_w = standardise_second(case.groups, xi, q, *at)
+    exact = truth(case.groups, Drawn(x, w, None, xi, q))
+    found = {"dx": dx, "t_y": tangent, "s_x": s_x, "s_w": s_w}
+    assert max(error(found[k], exact[k]) for k in found) <= 4 * TOLERANCE[torch.bfloat16]
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("eps", [1e-12, 1e-1])
+@pytest.mark.parametrize("case", CASES, ids=NAMES)
+def test_eps(case, eps, route, device):
+    given = draw(case, device=device)
+    exact = truth(case.groups, given, eps)
+    assert_agree(compute(case.groups, given, route, eps), exact, 1e-10)
+
+
+SINGLE = [
+    Case("layer", Groups.layer_norm([1]), (4, 1)),
+    Case("rms", Groups.rms_norm([1]), (4, 1)),
+    Case("batch", Groups.batch_norm(), (1, 3, 1, 1)),
+    Case("group", Groups.group_norm(3), (4, 3)),
+    Case("instance", Groups.instance_norm(), (2, 3, 1)),
+]
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("case", SINGLE, ids=[case.name for case in SINGLE])
+def test_groups_of_one_entry(case, route, device):
+    """var = 0: with a mean only y = b and db remain; without, x̂ = x/√(x² + ε) does."""
+    given = draw(case, device=device)
+    found, exact = compute(case.groups, given, route), truth(case.groups, given)
+    if case.groups.rms:  # P(q) = εr²q is what cancellation leaves of q
+        return assert_agree(found, exact, 1e-9)
+    assert max(error(found[k], exact[k]) for k in ("y", "db")) <= 1e-10
+    for key in ("dx", "dw", "t_y", "s_x", "s_w", "tangent"):
+        assert found[key].abs().max() <= 1e-10, key
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("case", CASES, ids=NAMES)
+def test_constant_input(case, route, device):
+    """var = 0 in groups of several entries: x̂ = 0 and r = ε^(−1/2)."""
+    given = draw(case, device=device)
+    given = given._replace(x=torch.full_like(given.x, 2.0))
+    assert_agree(compute(case.groups, given, route), truth(case.groups, given), 1e-10)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("case", CASES, ids=NAMES)
+def test_results_keep_the_layout(case, route, device):
+    given = draw(case, device=device)
+    found = compute(case.groups, given, route)
+    for key in ("y", "dx", "t_y", "s_x", "tangent"):
+        assert found[key].shape == given.x.shape
+        assert found[key].stride() == given.x.stride(), key
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("case", [CASES[i] for i in (1, 5, 8, 14, 18)], ids=lambda c: c.name)
+def test_strided_and_expanded_arguments(case, route, device):
+    given = draw(case, device=device)
+    x = given.x.transpose(0, -1).contiguous().transpose(0, -1)
+    q = given.q[:1].expand(case.shape)
+    given = given._replace(x=x, q=q, w=torch.stack([given.w, given.w], -1)[..., 0])
+    assert_agree(compute(case.groups, given, route), truth(case.groups, given), 1e-10)
+
+
+@pytest.mark.parametrize("case", CASES, ids=NAMES)
+def test_projection_is_self_adjoint(case):
+    """⟨u, rP(q)⟩ = ⟨rP(u), q⟩."""
+    x, _, _, u, q = draw(case)
+    _, mean, rstd = standardise(case.groups, x, None, None, 1e-5)
+
+    def project(v):
+        return standardise_tangent(case.groups, v, x, mean, rstd, None)
+
+    left, right = (u * project(q)).sum(), (project(u) * q).sum()
+    torch.testing.assert_close(left, right, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("route", ["eager", "plain"])
+@pytest.mark.parametrize("case", CASES, ids=NAMES)
+def test_curvature_is_symmetric(case, route):
+    """⟨S(ξ, q), u⟩ = ⟨S(ξ, u), q⟩."""
+    x, w, _, xi, q = draw(case)
+    u = torch.randn_like(q)
+    _, mean, rstd = standardise(case.groups, x, w, None, 1e-5)
+
+    def source(v):
+        at = (x, mean, rstd, w, (True, False), False)
+        return standardise_second(case.groups, xi, v, *at, fused=route == "eager")[1]
+
+    left, right = (source(q) * u).sum(), (source(u) * q).sum()
+    torch.testing.assert_close(left, right, rtol=1e-10, atol=1e-11)
+
+
+@pytest.mark.parametrize("route", ["eager", "plain", *ROUTES[3:]])
+@pytest.mark.parametrize("name", ["layer 2d", "rms 2d", "batch 4d", "group 4d"])
+@pytest.mark.parametrize(
+    "mask", [(t, x, w) for t in (0, 1) for x in (0, 1) for w in (0, 1)], ids=str
+)
+def test_only_what_is_wanted(name, mask, route, device):
+    case, mask = CASES[NAMES.index(name)], [bool(m) for m in mask]
+    given = draw(case, device=device)
+    x, w, _, xi, q = given
+    exact = truth(case.groups, given)
+    _, mean, rstd = standardise(case.groups, x, w, None, 1e-5)
+    at = (x, mean, rstd, w)
+    if route in ("eager", "plain"):
+        fused = route == "eager"
+        found = standardise_second(case.groups, xi, q, *at, mask[1:], mask[0], fused=fused)
+    else:
+        found = standardisation_triton.second(Point.of(case.groups, *at), xi, q, mask)
+    for key, part, want in zip(("t_y", "s_x", "s_w"), found, mask, strict=True):
+        assert (part is not None) == want
+        assert part is None or error(part, exact[key]) <= 1e-10
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("name", ["layer 2d", "rms 2d", "batch 4d", "group 4d"])
+@pytest.mark.parametrize("only", [0, 1, 2])
+def test_backward_returns_only_what_is_wanted(name, only, fused):
+    case = CASES[NAMES.index(name)]
+    x, w, _, xi, _ = draw(case)
+    _, mean, rstd = standardise(case.groups, x, w, None, 1e-5)
+    every = standardise_backward(case.groups, xi, x, mean, rstd, w, fused=fused)
+    wanted = [i == only for i in range(3)]
+    found = standardise_backward(case.groups, xi, x, mean, rstd, w, wanted, fused=fused)
+    assert [part is not None for part in found] == wanted
+    torch.testing.assert_close(found[only], every[only])
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", CASES, ids=NAMES)
+def test_bias_without_weight(case, dtype, fused):
+    if case.groups.rms:
+        pytest.skip("RMS norm has no bias")
+    given = draw(case, dtype=dtype)._replace(w=None)
+    x, _, b, xi, _ = given
+    y, mean, rstd = standardise(case.groups, x, None, b, 1e-5, fused=fused)
+    dx, dw, db = standardise_backward(case.groups, xi, x, mean, rstd, None, fused=fused)
+    exact = truth(case.groups, given)
+    assert dw is None
+    for key, part in (("y", y), ("dx", dx), ("db", db)):
+        assert error(part, exact[key]) <= TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("name", ["layer 2d", "rms 2d", "group 4d", "batch 4d"])
+def test_empty_batch(name):
+    case = CASES[NAMES.index(name)]
+    x = torch.empty(0, *case.shape[1:], dtype=torch.float64)
+    shape = case.groups.shape or case.shape[1:2]
+    w = torch.ones(shape, dtype=torch.float64)
+    lead = {"rows": (0, 1), "channels": (0, 3), "batch": case.shape[1:2]}[case.groups.kind]
+    mean = rstd = torch.ones(lead, dtype=torch.float64)
+    mean = None if case.groups.rms else mean
+    t_y, s_x, s_w = standardise_second(case.groups, x, x, x, mean, rstd, w)
+    assert t_y.shape == s_x.shape == x.shape
+    assert s_w.count_nonzero() == 0
+
+
+# Tracing -----------------------------------------------------------------------------------------
+
+
+def everything(groups: Groups):
+    def run(x, w, b, xi, q):
+        return [t.clone() for t in compute(groups, Drawn(x, w, b, xi, q)).values()]
+
+    return run
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("mode", ["real", "fake"])
+@pytest.mark.parametrize("case", CASES, ids=NAMES)
+def test_flattened_graph_agrees(case, mode, dtype):
+    given = draw(case, dtype=dtype)
+    graph = make_fx(everything(case.groups), tracing_mode=mode)(*given)
+    found, exact = graph(*given), everything(case.groups)(*given)
+    for part, whole in zip(found, exact, strict=True):
+        assert part.dtype == whole.dtype and part.stride() == whole.stride()
+        assert error(part, whole.double()) <= TOLERANCE[dtype]
+
+
+def test_compiled_graph_agrees():
+    """One graph with all norms, through Inductor."""
+    cases = [CASES[NAMES.index(n)] for n in ("layer 3d", "rms 2d", "batch 4d", "group 4d")]
+    drawn = [draw(case, dtype=torch.float32)._replace(b=None) for case in cases]
+
+    def run(*flat):
+        parts = (Drawn(w=flat[4 * i + 1], b=None, x=flat[4 * i], xi=flat[4 * i + 2],
+                       q=flat[4 * i + 3]) for i in range(len(cases)))  # fmt: skip
+        pairs = zip(cases, parts, strict=True)
+        return [t for case, part in pairs for t in everything(case.groups)(*part)]
+
+    flat = [t for d in drawn for t in d if t is not None]
+    compiled = torch._inductor.compile(make_fx(run, tracing_mode="fake")(*flat), flat)
+    for part, whole in zip(compiled(*flat), run(*flat), strict=True):
+        assert error(part, whole.double()) <= TOLERANCE[torch.float32]
+
+
+def test_eager_knows_tracers():
+    x = torch.ones(3)
+    seen = []
+    record = lambda t: (seen.append(eager(t)), t * 2)[1]  # noqa: E731
+    assert eager(x, None, torch.nn.Parameter(x))
+    make_fx(record)(x)
+    make_fx(record, tracing_mode="fake")(x)
+    torch.func.vmap(record)(x)
+    with FakeTensorMode() as mode:
+        record(mode.from_tensor(x))
+    assert seen == [False] * 4
+
+
+# Bad input ---------------------------------------------------------------------------------------
+
+
+def test_channels_must_divide_into_groups():
+    with pytest.raises(InputError, match=r"group norm: 5 channels .* 2 groups; choose a divisor"):
+        standardise(Groups.group_norm(2), torch.ones(2, 5, 3), None, None, 1e-5)
+
+
+def test_sources_need_the_cotangent():
+    x = torch.ones(2, 3)
+    with pytest.raises(InputError, match="need the cotangent xi"):
+        standardise_second(Groups.layer_norm([3]), None, x, x, x[:, :1], x[:, :1], None)
