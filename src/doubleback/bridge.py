@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +19,16 @@ from .plan import Plan
 from .rules import add
 
 
+class First(NamedTuple):
+    """What the first two sweeps yield: outputs, penalty per example, buffers to write, and what
+    the last two will need."""
+
+    outputs: list[Tensor]
+    values: Tensor
+    mutated: dict[str, Tensor]
+    state: Any
+
+
 @dataclass(frozen=True, eq=False)
 class Program:
     """The sweeps of one plan with its penalty, as functions of tensors."""
@@ -26,27 +37,25 @@ class Program:
     penalty: Penalty
     debug: bool = False
 
-    def first(
-        self, leaves: Mapping[int, Tensor], extra: Sequence[Any], keep: bool = True
-    ) -> tuple[list[Tensor], Tensor, list[Tensor], sweeps.State]:
-        """Forward and backward sweep: (outputs, penalty per example, q₀, state)."""
+    def first(self, leaves: Mapping[int, Tensor], extra: Sequence[Any], keep: bool = True) -> First:
+        """Forward and backward sweep. `keep`: for a `last` to come."""
         plan, penalty = self.plan, self.penalty
         watch = sweeps.finite_watch(plan) if self.debug else None
-        state = sweeps.forward(plan, leaves, watch)
-        outputs = [state.values[v] for v in plan.outputs]
+        state = sweeps.forward(plan, self._laid_out(leaves), watch)
+        outputs = [self._usual(state.values[v]) for v in plan.outputs]
+        mutated = {name: state.values[v] for name, v in plan.mutations.items()}
         seed = penalty.seed(state.values[plan.target], *extra)
         xi = sweeps.backward(plan, state, seed, keep=keep, watch=watch)
         xi = [
             torch.zeros_like(leaves[v]) if u is None else u
             for v, u in zip(plan.penalised, xi, strict=True)
         ]
-        values, q0 = penalty.measure(xi, *extra)
-        return outputs, values, q0, state
+        values, state.q0 = penalty.measure(xi, *extra)
+        return First(outputs, values, mutated, state if keep else None)
 
     def last(
         self,
         state: sweeps.State,
-        q0: Sequence[Tensor],
         extra: Sequence[Any],
         grad_outputs: Mapping[int, Tensor | None],
         grad_values: Tensor | None,
@@ -63,7 +72,7 @@ class Program:
         if grad_values is not None:
             start = {
                 v: (grad_values.reshape(-1, *(1,) * (q.dim() - 1)) * q).to(q.dtype)
-                for v, q in zip(plan.penalised, q0, strict=True)
+                for v, q in zip(plan.penalised, state.q0, strict=True)
             }
             h, gamma = sweeps.tangent(plan, state, start, keep=keep, watch=watch)
             if plan.needs_head_tangent and h is not None and plan.target in plan.trained:
@@ -74,8 +83,22 @@ class Program:
                 _join(gamma, v, grad)
         gamma = sweeps.second(plan, state, gamma, keep=keep, watch=watch)
         return [
-            gamma.get(v) if v in plan.trained else None for v in (*plan.penalised, *plan.effective)
+            self._usual(gamma[v]) if v in plan.trained and v in gamma else None
+            for v in (*plan.penalised, *plan.effective)
         ]
+
+    def _laid_out(self, leaves: Mapping[int, Tensor]) -> Mapping[int, Tensor]:
+        """Images and filters channels-last where the plan says so."""
+        if not self.plan.channels_last:
+            return leaves
+        return {
+            v: t.contiguous(memory_format=torch.channels_last) if v in self.plan.channels_last else t
+            for v, t in leaves.items()
+        }
+
+    def _usual(self, t: Tensor) -> Tensor:
+        """Back to the usual layout."""
+        return t.contiguous() if self.plan.channels_last and t.dim() == 4 else t
 
     def step(
         self,
@@ -90,12 +113,14 @@ class Program:
         With weight 0 this is a plain training step: forward and second sweep alone.
         """
         plan, penalty = self.plan, self.penalty
+        values = None
         if weight == 0:
-            state = sweeps.forward(plan, leaves)
-            outputs, q0 = [state.values[v] for v in plan.outputs], []
-            values = None
+            state = sweeps.forward(plan, self._laid_out(leaves))
+            outputs = [self._usual(state.values[v]) for v in plan.outputs]
+            mutated = {name: state.values[v] for name, v in plan.mutations.items()}
         else:
-            outputs, values, q0, state = self.first(leaves, extra)
+            outputs, values, mutated, state = self.first(leaves, extra)
+            assert state is not None
         out = state.values[plan.target]
         batch = leaves[plan.penalised[0]].shape[0]
         grad_out, loss_value = None, torch.zeros((), device=out.device)
@@ -110,8 +135,7 @@ class Program:
             penalty_value = penalty.reduce(values)
             per_value = torch.full_like(values, weight)
             grad_values = per_value / batch if penalty.reduction == "mean" else per_value
-        mutated = _mutations(plan, state)
-        grads = self.last(state, q0, extra, {plan.target: grad_out}, grad_values)
+        grads = self.last(state, extra, {plan.target: grad_out}, grad_values)
         return outputs, loss_value, penalty_value, grads, mutated
 
 
@@ -142,10 +166,10 @@ class Bridge(torch.autograd.Function):
     def forward(ctx: Any, job: Job, *tensors: Tensor) -> tuple[Tensor, ...]:
         program: Program = job.program
         leaves = job.leaves([t.detach() for t in tensors])
-        outputs, values, q0, state = program.first(leaves, job.extra)
-        job.mutations.update(_mutations(program.plan, state))
+        outputs, values, mutated, state = program.first(leaves, job.extra)
+        job.mutations.update(mutated)
         ctx.set_materialize_grads(False)
-        ctx.job, ctx.q0, ctx.state, ctx.batch = job, q0, state, values.shape[0]
+        ctx.job, ctx.state, ctx.batch = job, state, values.shape[0]
         ctx.inputs = tensors
         ctx.versions = [t._version for t in tensors]
         # an alias each: a saved value that became an output would keep this node alive for ever
@@ -169,9 +193,9 @@ class Bridge(torch.autograd.Function):
         with torch.no_grad(), _no_autocast():
             weights = None if penalty is None else program.penalty.unreduce(penalty, ctx.batch)
             seeds = dict(zip(program.plan.outputs, outputs, strict=True))
-            found = program.last(ctx.state, ctx.q0, ctx.job.extra, seeds, weights, keep=keep)
+            found = program.last(ctx.state, ctx.job.extra, seeds, weights, keep=keep)
         if not keep:
-            ctx.state = ctx.q0 = None
+            ctx.state = None
         if torch.is_grad_enabled():
             found = _forbid_third(found, ctx.inputs)
         if not keep:
@@ -179,14 +203,12 @@ class Bridge(torch.autograd.Function):
         return (None, *found)
 
 
-def _mutations(plan: Plan, state: sweeps.State) -> dict[str, Tensor]:
-    return {name: state.values[v] for name, v in plan.mutations.items()}
-
-
-def _no_autocast() -> torch.autocast:
+def _no_autocast() -> AbstractContextManager:
     """The graph holds its casts explicitly; nothing is to be cast again."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.autocast(device, enabled=False)
+    for device in ("cuda", "cpu"):
+        if torch.is_autocast_enabled(device):
+            return torch.autocast(device, enabled=False)
+    return nullcontext()
 
 
 def _check_versions(ctx: Any) -> None:

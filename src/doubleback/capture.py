@@ -49,7 +49,7 @@ def capture(net: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> Graph:
     try:
         with warnings.catch_warnings(), torch.enable_grad():
             warnings.simplefilter("ignore")
-            program = torch.export.export(net, args, kwargs, strict=False)
+            program = torch.export.export(_Holder(net), args, kwargs, strict=False)
             _mark_stopped(program.graph_module)
             program = program.run_decompositions(_decompositions())
     except Exception as error:
@@ -60,6 +60,23 @@ def capture(net: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> Graph:
             "run on autograd (strict=False)."
         ) from error
     return _convert(program)
+
+
+class _Holder(nn.Module):
+    """Holds the network under one name, so that no name inside it (`code`, `graph`) can clash
+    with an attribute of the exported module."""
+
+    def __init__(self, held: nn.Module) -> None:
+        super().__init__()
+        self.held = held
+        self.training = held.training
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.held(*args, **kwargs)
+
+
+def _inside(name: str) -> str:
+    return name.removeprefix("held.")
 
 
 def _mark_stopped(module: torch.fx.GraphModule) -> None:
@@ -254,7 +271,7 @@ def _convert(program: torch.export.ExportedProgram) -> Graph:
     results = program.graph.output_node().args[0]
     for spec, result in zip(signature.output_specs, results, strict=True):
         if spec.kind is OutputKind.BUFFER_MUTATION:
-            mutations[spec.target] = number[result, 0]
+            mutations[_inside(spec.target)] = number[result, 0]
         elif spec.kind is OutputKind.USER_OUTPUT:
             is_tensor = isinstance(spec.arg, TensorArgument)
             outputs.append(number[result, 0] if is_tensor else (result,))
@@ -283,7 +300,7 @@ def _read_inputs(program, signature, placeholders):
         if spec.kind is InputKind.USER_INPUT:
             inputs.append(value if isinstance(spec.arg, TensorArgument) else None)
         elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
-            state[spec.target] = value
+            state[_inside(spec.target)] = value
         elif spec.kind is InputKind.CONSTANT_TENSOR:
             constants[value] = program.constants[spec.target]
         else:

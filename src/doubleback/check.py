@@ -114,7 +114,7 @@ def check(
         raise InputError(f"check takes a Penalised model, not {type(model).__name__}")
     args, kwargs = _double((args, kwargs))
     engine, oracle = (copy.deepcopy(model).double() for _ in range(2))
-    engine.strict, engine.compile_mode = True, False
+    engine.strict, engine.compile_mode, engine.flatten_after = True, False, None
     ours = _measure(engine, engine.forward, args, kwargs, seed)
     theirs = _measure(oracle, _oracle_forward(oracle), args, kwargs, seed)
     report = CheckReport(
@@ -241,6 +241,7 @@ class _Sample:
         self.call.saved = saved
         self.outs = tuple(out) if many else (out,)
         self.call.out = out
+        self.call.shape = tuple(self.outs[0].shape)
         self.xi = [self._random(o) if o.is_floating_point() else None for o in self.outs]
         self.q = [self._random(t) if f else None for t, f in zip(tensors, self.floats, strict=True)]
 

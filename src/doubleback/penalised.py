@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,10 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from .bridge import Bridge, Job, Program, _mutations, _no_autocast
+from .bridge import Bridge, Job, Program, _no_autocast
 from .capture import capture
 from .errors import CaptureError, CaptureWarning, InputError, OutputChoiceError
 from .explain import Explanation, explain
+from .flatten import FlattenedProgram
 from .graph import Graph, map_refs
 from .losses import make_loss
 from .oracle import autograd_penalty
@@ -57,6 +59,9 @@ class Penalised(nn.Module):
     output: which output is penalised where `net` returns several: an index, a key, or a path.
     strict: raise `CaptureError` instead of running on autograd where `net` cannot be captured.
     debug: raise `NonFiniteError` at the first NaN or infinity in any sweep.
+    flatten_after: without `compile`, how many calls of one shape run node by node before the
+        sweeps are flattened into a straight list of kernel calls, which saves the host's time
+        from then on; None: never.
 
     >>> import torch, doubleback as db
     >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3))
@@ -77,6 +82,7 @@ class Penalised(nn.Module):
         output: Any = None,
         strict: bool = False,
         debug: bool = False,
+        flatten_after: int | None = 2,
     ) -> None:
         super().__init__()
         if not isinstance(net, nn.Module):
@@ -92,16 +98,18 @@ class Penalised(nn.Module):
         self.output = output
         self.strict = strict
         self.debug = debug
+        self.flatten_after = flatten_after
         self._reset()
 
     def _reset(self) -> None:
         self._graphs: dict[Any, Graph | CaptureError] = {}
         self._programs: dict[Any, Any] = {}
+        self._found_owners: dict[int, list] = {}
         self._warned = False
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
-        for name in ("_graphs", "_programs", "_warned"):
+        for name in ("_graphs", "_programs", "_found_owners", "_warned"):
             state.pop(name, None)
         return state
 
@@ -127,11 +135,9 @@ class Penalised(nn.Module):
                 *outputs, penalty = Bridge.apply(job, *tensors)  # type: ignore[misc]
             else:
                 with torch.no_grad():
-                    outputs, values, _, kept = program.first(
-                        job.leaves(tensors), job.extra, keep=False
-                    )
-                job.mutations.update(_mutations(plan, kept))
-                penalty = self.penalty.reduce(values)
+                    found = program.first(job.leaves(tensors), job.extra, keep=False)
+                outputs, penalty = found.outputs, self.penalty.reduce(found.values)
+                job.mutations.update(found.mutated)
         self._write_buffers(plan, prelude, job.mutations)
         return self._assemble(plan, outputs, prelude), penalty
 
@@ -236,6 +242,9 @@ class Penalised(nn.Module):
             place = key
             if isinstance(key, int) and key < 0:
                 raise InputError("wrt counts arguments from 0")
+            if isinstance(key, str) and key not in spans:
+                names = list(inspect.signature(self.net.forward).parameters)
+                place = names.index(key) if key in names else key
             if place not in spans:
                 raise InputError(
                     f"wrt={key!r} names no argument of this call; it has {list(spans)} "
@@ -296,16 +305,14 @@ class Penalised(nn.Module):
             (tuple(t.shape), t.dtype, t.device) if isinstance(t, Tensor) else _hashable(t)
             for t in call.leaves
         )
-        modules = tuple((id(m), m.training) for m in self.net.modules())
-        state = tuple((t.shape, t.dtype, t.device) for t in self.net.parameters())
         mode = (autocast, torch.get_autocast_dtype(device) if autocast else None)
-        return leaves, call.spec, modules, state, mode
+        return leaves, call.spec, _fingerprint(self.net), mode
 
     def _program(
         self, graph: Graph, call: _Arguments, gradients: bool
     ) -> tuple[Any, dict[int, Tensor]]:
         """The program for this graph and these wanted gradients, and the graph's state."""
-        state = _read_state(self.net, graph, call.leaves)
+        state = _read_state(self._owners(graph), graph, call.leaves)
         wanted = frozenset(v for v, t in state.items() if gradients and t.requires_grad)
         penalised = tuple(graph.inputs[i] for i in call.penalised)
         key = (id(graph), wanted)
@@ -318,12 +325,22 @@ class Penalised(nn.Module):
                 varying_seed=self.penalty.varying,
             )  # fmt: skip
             program = Program(plan, self.penalty, self.debug)
-            if self.compile_mode and not self.debug:
-                from .compiled import CompiledProgram
-
-                program = CompiledProgram(program, self.compile_mode)
+            if not self.debug:
+                program = FlattenedProgram(program, self.compile_mode, self.flatten_after)
             _remember(self._programs, key, program)
         return program, state
+
+    def _owners(self, graph: Graph) -> list[tuple[nn.Module, str, int, bool]]:
+        """For each parameter and buffer: its module, its name there, its value, whether written."""
+        found = self._found_owners.get(id(graph))
+        if found is None:
+            found = []
+            for name, value in graph.state.items():
+                owner, _, leaf = name.rpartition(".")
+                module = self.net.get_submodule(owner)
+                found.append((module, leaf, value, name in graph.mutations))
+            self._found_owners[id(graph)] = found
+        return found
 
     def _write_buffers(
         self, plan: Plan, prelude: Mapping[int, Tensor], swept: Mapping[str, Tensor]
@@ -401,18 +418,34 @@ def _hashable(item: Any) -> Any:
     return (type(item), item)
 
 
+def _fingerprint(net: nn.Module) -> tuple:
+    """Which modules the network is made of, their modes, and what their parameters look like."""
+    found: list[Any] = []
+    stack = [net]
+    while stack:
+        module = stack.pop()
+        found.append((id(module), module.training))
+        for p in module._parameters.values():
+            if p is not None:
+                found.append((p.shape, p.dtype, p.device))
+        stack.extend(m for m in module._modules.values() if m is not None)
+    return tuple(found)
+
+
 def _state_tensor(net: nn.Module, name: str) -> Tensor:
     owner, _, leaf = name.rpartition(".")
     return getattr(net.get_submodule(owner), leaf)
 
 
-def _read_state(net: nn.Module, graph: Graph, leaves: Sequence[Any]) -> dict[int, Tensor]:
+def _read_state(
+    owners: Sequence[tuple[nn.Module, str, int, bool]], graph: Graph, leaves: Sequence[Any]
+) -> dict[int, Tensor]:
     """Every value the graph starts from. A buffer that the network updates is read as a copy,
     so that the update does not reach what autograd saved of it."""
     state = dict(graph.constants)
-    for name, value in graph.state.items():
-        tensor = _state_tensor(net, name)
-        state[value] = tensor.detach().clone() if name in graph.mutations else tensor
+    for module, name, value, written in owners:
+        tensor = getattr(module, name)
+        state[value] = tensor.detach().clone() if written else tensor
     for value, leaf in zip(graph.inputs, leaves, strict=True):
         if value is not None:
             state[value] = leaf

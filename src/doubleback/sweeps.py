@@ -30,12 +30,13 @@ class State:
     """What passes from one sweep to the next.
 
     values: by value number; saved: by node, what forward rules handed over;
-    xi: by node, cotangents that a curvature source will read.
+    xi: by node, cotangents that a curvature source will read; q0: ∇p by penalised input.
     """
 
     values: dict[int, Tensor]
     saved: dict[int, Any] = field(default_factory=dict)
     xi: dict[int, Any] = field(default_factory=dict)
+    q0: list[Tensor] = field(default_factory=list)
 
 
 def forward(plan: Plan, leaves: Mapping[int, Tensor], watch: Watch | None = None) -> State:
@@ -150,6 +151,7 @@ def _call(plan: Plan, step: Step, state: State) -> Call:
         tuple(metas[v] for v in node.inputs),  # type: ignore[misc]
         out,
         state.saved.get(node.index),
+        plan.graph.shape(node.outputs[0]),
     )
 
 

@@ -37,16 +37,32 @@ except ImportError:  # CPU builds of torch come without Triton
 
 
 _MAX_WIDTH = 128
+# BM, BN and warps, such that sums and tiles stay in registers on an H200; and what other devices,
+# with less than _SHARED bytes of shared memory for a block, have room for.
+_SHARED = 200 * 1024
+_TILES = {
+    ("narrow", 2): {"rows": (64, 32, 4), "means": (64, 64, 4), "columns": (32, 64, 4)},
+    ("wide", 2): {"rows": (128, 32, 8), "means": (128, 32, 8), "columns": (32, 128, 8)},
+    ("narrow", 4): {"rows": (32, 32, 4), "means": (64, 32, 4), "columns": (16, 64, 4)},
+    ("wide", 4): {"rows": (32, 32, 8), "means": (32, 32, 8), "columns": (32, 32, 8)},
+    ("small", 2): {"rows": (32, 32, 4), "means": (32, 32, 4), "columns": (32, 32, 4)},
+    ("small", 4): {"rows": (16, 16, 4), "means": (16, 16, 4), "columns": (16, 16, 4)},
+}
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def supported(mask: Tensor | None, *tensors: Tensor) -> bool:
-    """Whether the kernels take these q, k, v."""
+    """Whether the kernels take these q, k, v.
+
+    float32 only where PyTorch's own matmul may use TF32: three TF32 products for each exact one
+    cost more than blocks of exact ones.
+    """
     first = tensors[0]
     return (
         triton is not None
         and all(t.is_cuda and t.dtype == first.dtype and t.numel() > 0 for t in tensors)
         and first.dtype in _DTYPES
+        and (first.dtype != torch.float32 or _tf32())
         and all(t.shape[-1] <= _MAX_WIDTH for t in tensors)
         and (mask is None or mask.dtype in (torch.bool, *_DTYPES))
     )
@@ -98,21 +114,25 @@ def _launch(xi, tq, tk, tv, q, k, v, out, lse, mask, causal, scale, want) -> lis
         HEADS=hq, GROUP=hq // h, N=n, M=m, scale=scale, E=e, EV=ev,
         BE=max(16, triton.next_power_of_2(e)), BEV=max(16, triton.next_power_of_2(ev)),
         TQ=tq is not None, TK=tk is not None, TV=tv is not None, CAUSAL=causal, MASKED=kind,
-        PRECISION=_precision(),
     )  # fmt: skip
     shared = lse.contiguous(), stats, mask, *mask.stride()
     row_tensors = _with_strides(q, tq, xi, out, k, tk, v, tv, t_out, sq)
     for walk in _row_walks(want, max(e, ev)):
-        size = tiles("means" if walk["SOURCE"] and not walk["SQ"] else "rows", e, ev, q.itemsize)
+        name = "means" if walk["SOURCE"] and not walk["SQ"] else "rows"
+        size = tiles(name, max(e, ev), q.itemsize, q.device)
         grid = (b * hq * triton.cdiv(n, size["BM"]),)
         _rows_kernel[grid](*row_tensors, *shared, **common, **size, **walk)
     if want[2] or want[3]:
-        size = tiles("columns", e, ev, q.itemsize)
+        size = tiles("columns", max(e, ev), q.itemsize, q.device)
         grid = (b * h * triton.cdiv(m, size["BN"]),)
         column_tensors = _with_strides(q, tq, xi, k, tk, v, tv, sk, sv)
         walk = dict(SK=want[2], SV=want[3])
         _columns_kernel[grid](*column_tensors, *shared, **common, **size, **walk)
     return results
+
+
+def _tf32() -> bool:
+    return torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
 def _row_walks(want: Sequence[bool], width: int) -> list[dict[str, bool]]:
@@ -126,17 +146,14 @@ def _row_walks(want: Sequence[bool], width: int) -> list[dict[str, bool]]:
     return [dict(T=t, SQ=sq, SOURCE=source, KNOWN=False)]
 
 
-def tiles(walk: str, e: int, ev: int, itemsize: int) -> dict[str, int]:
-    """Rows and columns of a tile, warps and pipeline stages."""
-    wide = max(e, ev) > 64 or itemsize > 2
-    if walk == "rows":
-        return dict(BM=64, BN=32 if wide else 64, num_warps=8, num_stages=2)
-    return dict(BM=32 if wide else 64, BN=64, num_warps=8, num_stages=2)
-
-
-def _precision() -> str:
-    """Of float32 products: TF32 where PyTorch's own matmul may use it, three times TF32 else."""
-    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "tf32x3"
+def tiles(walk: str, width: int, itemsize: int, device: torch.device) -> dict[str, int]:
+    """Rows BM and columns BN of a tile, warps and pipeline stages."""
+    size = "wide" if width > 64 else "narrow"
+    if device.type == "cuda":
+        shared = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+        size = size if shared >= _SHARED else "small"
+    bm, bn, warps = _TILES[size, itemsize][walk]
+    return dict(BM=bm, BN=bn, num_warps=warps, num_stages=2)
 
 
 def _rowwise(t: Tensor | None) -> Tensor | None:
@@ -169,14 +186,14 @@ def _store(base, value, rows, length, stride, width: tl.constexpr, block: tl.con
 
 
 @_jit
-def _bilinear(a, ta, b, tb, TA: tl.constexpr, TB: tl.constexpr, PRECISION: tl.constexpr):
+def _bilinear(a, ta, b, tb, TA: tl.constexpr, TB: tl.constexpr):
     """a bᵀ and its tangent ta bᵀ + a tbᵀ."""
-    y = tl.dot(a, tl.trans(b), input_precision=PRECISION)
+    y = tl.dot(a, tl.trans(b))
     ty = tl.zeros_like(y)
     if TA:
-        ty = tl.dot(ta, tl.trans(b), ty, input_precision=PRECISION)
+        ty = tl.dot(ta, tl.trans(b), ty)
     if TB:
-        ty = tl.dot(a, tl.trans(tb), ty, input_precision=PRECISION)
+        ty = tl.dot(a, tl.trans(tb), ty)
     return y, ty
 
 
@@ -209,7 +226,7 @@ def _rows_kernel(
     HEADS, GROUP, N, M, scale,
     E: tl.constexpr, EV: tl.constexpr, BE: tl.constexpr, BEV: tl.constexpr,
     TQ: tl.constexpr, TK: tl.constexpr, TV: tl.constexpr,
-    CAUSAL: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    CAUSAL: tl.constexpr, MASKED: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
     T: tl.constexpr, SQ: tl.constexpr, SOURCE: tl.constexpr, KNOWN: tl.constexpr,
 ):  # fmt: skip
@@ -268,7 +285,7 @@ def _rows_kernel(
         tvj = vj
         if TV:
             tvj = _load(tv, columns, M, tv_m, EV, BEV)
-        y, r = _bilinear(qi, tqi, kj, tkj, TQ, TK, PRECISION)
+        y, r = _bilinear(qi, tqi, kj, tkj, TQ, TK)
         p = _probabilities(
             y, log[:, None], rows[:, None], columns[None, :], mask, mask_n, mask_m, N, M, scale,
             CAUSAL, MASKED,
@@ -278,24 +295,24 @@ def _rows_kernel(
         delta += tl.sum(pr, 1)
         if T:
             if TQ or TK:
-                sum_t = tl.dot(pr.to(vj.dtype), vj, sum_t, input_precision=PRECISION)
+                sum_t = tl.dot(pr.to(vj.dtype), vj, sum_t)
             if TV:
-                sum_t = tl.dot(low, tvj, sum_t, input_precision=PRECISION)
+                sum_t = tl.dot(low, tvj, sum_t)
         if SOURCE:
-            gj, hj = _bilinear(xii, xii, vj, tvj, False, TV, PRECISION)
+            gj, hj = _bilinear(xii, xii, vj, tvj, False, TV)
             gj -= mean[:, None]
             pc = p * gj
             px = pr * gj + p * (hj - e[:, None])
             kappa += tl.sum(px, 1)
             centre += tl.sum(pc, 1)
             if SQ:
-                sum_x = tl.dot(px.to(kj.dtype), kj, sum_x, input_precision=PRECISION)
+                sum_x = tl.dot(px.to(kj.dtype), kj, sum_x)
                 if TK:
-                    sum_x = tl.dot(pc.to(kj.dtype), tkj, sum_x, input_precision=PRECISION)
+                    sum_x = tl.dot(pc.to(kj.dtype), tkj, sum_x)
                 if not KNOWN:
-                    sum_p = tl.dot(low, kj, sum_p, input_precision=PRECISION)
+                    sum_p = tl.dot(low, kj, sum_p)
                     if TQ or TK:
-                        sum_c = tl.dot(pc.to(kj.dtype), kj, sum_c, input_precision=PRECISION)
+                        sum_c = tl.dot(pc.to(kj.dtype), kj, sum_c)
 
     kappa -= delta * centre
     if T:
@@ -345,7 +362,7 @@ def _columns_kernel(
     HEADS, GROUP, N, M, scale,
     E: tl.constexpr, EV: tl.constexpr, BE: tl.constexpr, BEV: tl.constexpr,
     TQ: tl.constexpr, TK: tl.constexpr, TV: tl.constexpr,
-    CAUSAL: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    CAUSAL: tl.constexpr, MASKED: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
     SK: tl.constexpr, SV: tl.constexpr,
 ):  # fmt: skip
@@ -387,23 +404,23 @@ def _columns_kernel(
         where = (b * HEADS + h) * N + rows
         log = tl.load(lse + where, mask=rows < N, other=float("inf"))
         delta = tl.load(stats + where, mask=rows < N, other=0.0)
-        y, r = _bilinear(kj, tkj, qi, tqi, TK, TQ, PRECISION)
+        y, r = _bilinear(kj, tkj, qi, tqi, TK, TQ)
         p = _probabilities(
             y, log[None, :], rows[None, :], columns[:, None],
             mask + b * mask_b + h * mask_h, mask_n, mask_m, N, M, scale, CAUSAL, MASKED,
         )  # fmt: skip
         pu = p * (r * scale - delta[None, :])
         if SV:
-            sum_v = tl.dot(pu.to(xii.dtype), xii, sum_v, input_precision=PRECISION)
+            sum_v = tl.dot(pu.to(xii.dtype), xii, sum_v)
         if SK:
             mean = tl.load(stats + size + where, mask=rows < N, other=0.0)
             kappa = tl.load(stats + 2 * size + where, mask=rows < N, other=0.0)
-            gj, hj = _bilinear(vj, tvj, xii, xii, TV, False, PRECISION)
+            gj, hj = _bilinear(vj, tvj, xii, xii, TV, False)
             gj -= mean[None, :]
             px = pu * gj + p * (hj - kappa[None, :])
-            sum_k = tl.dot(px.to(qi.dtype), qi, sum_k, input_precision=PRECISION)
+            sum_k = tl.dot(px.to(qi.dtype), qi, sum_k)
             if TQ:
-                sum_k = tl.dot((p * gj).to(qi.dtype), tqi, sum_k, input_precision=PRECISION)
+                sum_k = tl.dot((p * gj).to(qi.dtype), tqi, sum_k)
 
     if SK:
         _store(sk + b * sk_b + g * sk_h, sum_k * scale, columns, M, sk_m, E, BE)

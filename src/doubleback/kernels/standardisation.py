@@ -113,8 +113,9 @@ class Groups:
             return values
         if self.kind == "batch":
             return values.view(-1, *[1] * (x.dim() - 2))
-        lead = (1, self.per_example(x)) if values.dim() == 1 else values.shape
-        return values.view(*lead, -1, *[1] * (x.dim() - 2))
+        count = self.per_example(x)
+        shape = (1, count, x.shape[1] // count) if values.dim() == 1 else (*values.shape, 1)
+        return values.view(*shape, *[1] * (x.dim() - 2))
 
 
 def statistics_dtype(x: Tensor) -> torch.dtype:
@@ -296,11 +297,12 @@ def _times_weight(groups: Groups, t: Tensor, weight: Tensor | None) -> Tensor:
 def _stock_arguments(
     groups: Groups, x: Tensor, weight: Tensor | None, bias: Tensor | None, fused: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """x, w and b in dtypes that stock kernels take and with which they keep float32 statistics.
+    """x, w and b in a form that stock kernels take and with which they keep float32 statistics.
 
     For 16-bit x the CPU's kernels want float32 parameters (ones where there is no weight); CUDA's
     want x's dtype, batch norm either. Otherwise x itself is lifted: a cast that a compiler fuses.
     """
+    weight, bias = (None if p is None else p.contiguous() for p in (weight, bias))
     if x.dtype not in _HALF:
         return x, _to(weight, x), _to(bias, x)
     same = all(p is None or p.dtype == x.dtype for p in (weight, bias))
@@ -344,6 +346,8 @@ def _stock_backward(at: Point, xi: Tensor, mask: list[bool]) -> Three:
     if groups.kind == "batch":
         arguments = (xi, x, weight, None, None, mean, rstd, True, 0.0, mask)
         return aten.native_batch_norm_backward(*arguments)
+    if weight is None and mask[2]:  # group norm's kernel gives db beside a weight only
+        weight = x.new_ones(x.shape[1])
     if not x.is_cpu:  # CUDA's group norm: contiguous, and all of one dtype
         xi, x, mean, rstd = xi.contiguous(), x.contiguous(), _to(mean, x), rstd.to(x.dtype)
     arguments = (xi, x, mean, rstd, weight, *_extents(groups, x), mask)

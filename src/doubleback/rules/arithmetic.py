@@ -37,9 +37,8 @@ def _combination(coefficients: Callable[[Call], Sequence[float]]) -> Rule:
         for part, c in zip(q, of_tensors(call), strict=True):
             if part is not None:
                 out = add(out, scaled(part, c))
-        shape = torch.broadcast_shapes(*(meta.shape for meta in call.metas))
-        if out is not None and tuple(out.shape) != tuple(shape):
-            out = out.expand(shape)
+        if out is not None and tuple(out.shape) != call.shape:
+            out = out.expand(call.shape)
         return out
 
     return linear(backward=backward, tangent=tangent)
@@ -82,7 +81,7 @@ def _div() -> Rule:
         top = q[0] if len(q) == 2 else None
         if q[-1] is not None:
             top = add(top, -call.out * q[-1])
-        return (top / w).expand(call.out.shape) if top is not None else None
+        return (top / w).expand(call.shape) if top is not None else None
 
     def curvature(call: Call, xi: Tensor, q: Tensors, wanted: Sequence[bool]) -> Tensors:
         if constant(call) is not None:
@@ -142,8 +141,7 @@ def _where() -> Rule:
             if q[slot] is not None:
                 parts[side] = q[slot]  # type: ignore[call-overload]
         out = torch.where(mask, *parts)  # type: ignore[call-overload]
-        shape = torch.broadcast_shapes(*(meta.shape for meta in call.metas))
-        return out.expand(shape)
+        return out.expand(call.shape)
 
     return linear(
         backward=backward, tangent=tangent, structure=Structure.PIECEWISE_LINEAR
@@ -186,8 +184,7 @@ def _masked_fill() -> Rule:
         return t.masked_fill(call.tensor(1, "mask"), 0)  # type: ignore[arg-type]
 
     def tangent(call: Call, q: Tensors) -> Tensor:
-        shape = torch.broadcast_shapes(call.metas[0].shape, call.metas[1].shape)
-        return clear(call, q[0].expand(shape))  # type: ignore[union-attr]
+        return clear(call, q[0].expand(call.shape))  # type: ignore[union-attr]
 
     return linear(
         lambda call, y: broadcast_adjoint(call, 0, clear(call, y)), tangent=tangent

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from ..kernels.attention import (
     attention_second,
     attention_tangent,
 )
-from .structures import generic, tracing
+from .structures import generic
 from .table import Call, Rule, Structure, Tensors, overload
 
 _GENERIC = generic()
@@ -31,11 +30,6 @@ def _options(call: Call) -> tuple[Tensor | None, bool, float | None, bool]:
     )
 
 
-def _unfused(call: Call) -> Any:
-    """Stock attention on its unfused kernel, the one with a second derivative."""
-    return nullcontext() if tracing(_qkv(call)[0]) else sdpa_kernel(SDPBackend.MATH)
-
-
 def _qkv(call: Call) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v = call.inputs[:3]
     assert q is not None and k is not None and v is not None
@@ -43,14 +37,15 @@ def _qkv(call: Call) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _attention() -> Rule:
-    """O = softmax(scale·QKᵀ + mask) V; a mask that carries a derivative takes the generic rule."""
+    """O = softmax(scale·QKᵀ + mask) V; a mask that carries a derivative takes the generic
+    rule on the unfused kernel, the one with a second derivative."""
 
     def forward(call: Call) -> tuple[Tensor, Any]:
         return attention_forward(*_qkv(call), *_options(call))
 
     def backward(call: Call, y: Tensor, wanted: Sequence[bool]) -> Tensors:
         if any(wanted[3:]):
-            with _unfused(call):
+            with sdpa_kernel(SDPBackend.MATH):
                 return _GENERIC.backward(call, y, wanted)
         grads = attention_backward(
             y, *_qkv(call), call.out, call.saved, *_options(call), wanted[:3]
@@ -59,7 +54,7 @@ def _attention() -> Rule:
 
     def tangent(call: Call, q: Tensors) -> Tensor | None:
         if any(part is not None for part in q[3:]):
-            with _unfused(call):
+            with sdpa_kernel(SDPBackend.MATH):
                 return _GENERIC.tangent(call, q)
         return attention_tangent(*q[:3], *_qkv(call), call.out, call.saved, *_options(call))
 
@@ -67,7 +62,7 @@ def _attention() -> Rule:
         call: Call, xi: Tensor, q: Tensors, wanted: Sequence[bool], need: bool
     ) -> tuple[Any, Tensors]:
         if any(wanted[3:]) or any(part is not None for part in q[3:]):
-            with _unfused(call):
+            with sdpa_kernel(SDPBackend.MATH):
                 return _GENERIC.both(call, xi, q, wanted, need)
         t, sources = attention_second(
             xi, *q[:3], *_qkv(call), call.out, call.saved, *_options(call), wanted[:3], need

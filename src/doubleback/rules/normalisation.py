@@ -9,13 +9,8 @@ import torch
 from torch import Tensor
 
 from ..graph import Ref
-from ..kernels.standardisation import (
-    Groups,
-    standardise,
-    standardise_backward,
-    standardise_second,
-    standardise_tangent,
-)
+from ..kernels import mode, opaque
+from ..kernels.standardisation import Groups, standardise, standardise_backward
 from .structures import generic
 from .table import Call, Rule, Structure, Tensors, overload
 
@@ -47,7 +42,9 @@ def standardisation(
 
     def run(call: Call) -> tuple[Any, Any]:
         w, b = (None if s is None else call.inputs[s] for s in _affine(call, place))
-        y, mean, rstd = standardise(groups(call), _x(call), w, b, eps(call))
+        y, mean, rstd = standardise(
+            groups(call), _x(call), w, b, eps(call), fused=not mode.fusing()
+        )
         return y, (mean, rstd)
 
     def spread(call: Call, x: Any, w: Any, b: Any = None) -> Tensors:
@@ -62,15 +59,15 @@ def standardisation(
         slots = _affine(call, place)
         mask = (wanted[0], *(s is not None and wanted[s] for s in slots))
         grads = standardise_backward(
-            groups(call), _main(call, y), _x(call), *call.saved, weight(call), mask
-        )
+            groups(call), _main(call, y), _x(call), *call.saved, weight(call), mask,
+            fused=not mode.fusing(),
+        )  # fmt: skip
         return spread(call, *grads)
 
     def tangent(call: Call, q: Tensors) -> Any:
         if _moves_parameters(q):
             return _GENERIC.tangent(call, q)
-        t = standardise_tangent(groups(call), q[0], _x(call), *call.saved, weight(call))  # type: ignore[arg-type]
-        return _pack(call, t)
+        return both(call, None, q, (False,) * len(q), True)[0]
 
     def both(
         call: Call, xi: Any, q: Tensors, wanted: Sequence[bool], need: bool
@@ -79,7 +76,7 @@ def standardisation(
             return _GENERIC.both(call, xi, q, wanted, need)
         slot = _affine(call, place)[0]
         mask = (wanted[0], slot is not None and wanted[slot])
-        t, s_x, s_w = standardise_second(
+        t, s_x, s_w = opaque.second(
             groups(call), _main(call, xi), q[0], _x(call), *call.saved, weight(call), mask, need  # type: ignore[arg-type]
         )
         return (_pack(call, t) if need else None), spread(call, s_x, s_w)

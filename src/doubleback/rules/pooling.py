@@ -56,26 +56,41 @@ def _adaptive_max_pool(n: int) -> Rule:
 def _by_indices(forward: Any, spatial: int) -> Rule:
     """q_y = q[index]; ξ_u scatters back; indices count inside each spatial plane."""
 
-    def planes(t: Tensor) -> Tensor:
-        return t.reshape(*t.shape[: t.dim() - spatial], -1)
-
     def first(call: Call, y: Any) -> Tensor:
         return y[0] if call.node.many else y
 
+    def order(t: Tensor) -> tuple[list[int], list[int], int]:
+        """A permutation under which t is contiguous with its spatial axes side by side, its
+        inverse, and the first spatial axis there: nothing is copied channels-last either."""
+        n = t.dim()
+        dims = list(range(n))
+        if t.is_contiguous() or n < spatial + 2:
+            return dims, dims, n - spatial
+        channel = n - spatial - 1
+        there = [*dims[:channel], *dims[channel + 1 :], channel]
+        back = [there.index(i) for i in dims]
+        return there, back, channel
+
+    def planes(t: Tensor, there: Sequence[int], axis: int) -> Tensor:
+        return t.permute(there).flatten(axis, axis + spatial - 1)
+
     def backward(call: Call, y: Any, wanted: Sequence[bool]) -> Tensors:
-        y = first(call, y)
-        shape = call.metas[0].shape
+        y, index = first(call, y), call.saved
+        there, back, axis = order(index)
+        shape = [call.metas[0].shape[i] for i in there]
         size = 1
-        for s in shape[len(shape) - spatial :]:
+        for s in shape[axis : axis + spatial]:
             size *= s
-        zero = y.new_zeros(*shape[: len(shape) - spatial], size)
-        flat = zero.scatter_add(-1, planes(call.saved), planes(y))
-        return (flat.reshape(shape),)
+        zero = y.new_zeros(*shape[:axis], size, *shape[axis + spatial :])
+        flat = zero.scatter_add(axis, planes(index, there, axis), planes(y, there, axis))
+        return (flat.reshape(shape).permute(back),)
 
     def tangent(call: Call, q: Tensors) -> Any:
-        t = q[0]
+        t, index = q[0], call.saved
         assert t is not None
-        out = planes(t).gather(-1, planes(call.saved)).reshape(call.saved.shape)
+        there, back, axis = order(index)
+        out = planes(t, there, axis).gather(axis, planes(index, there, axis))
+        out = out.reshape([index.shape[i] for i in there]).permute(back)
         return (out, None) if call.node.many else out
 
     return linear(

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..kernels import opaque
 from .table import Call, Rule, Structure, Tensors, add, run, sum_to, zeros
 
 
@@ -191,12 +192,10 @@ def coordinatewise(
         if not wanted[0] or h is None or second is None:
             return (None,) * len(call.inputs)
         v = value(call)
-        if kernel is not None and v.is_cuda and not tracing(v):
-            from ..kernels import pointwise_triton
-
+        if kernel is not None:
             name, parameters = kernel(call)
-            if pointwise_triton.supports(name, v, h, xi):
-                source = pointwise_triton.curvature(name, v, h, xi, *parameters)
+            source = opaque.curvature(name, v, h, xi, *parameters)
+            if source is not None:
                 return (source, *(None for _ in call.inputs[1:]))
         wide, back = widened(v)
         return (back(second(call, wide) * h * xi), *(None for _ in call.inputs[1:]))
@@ -227,18 +226,6 @@ def widened(value: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         dtype = value.dtype
         return value.float(), lambda result: result.to(dtype)
     return value, lambda result: result
-
-
-def tracing(value: Tensor) -> bool:
-    """Whether the sweeps are being flattened rather than run."""
-    from torch._subclasses.fake_tensor import FakeTensor
-    from torch.fx.experimental.proxy_tensor import get_proxy_mode
-
-    return (
-        isinstance(value, FakeTensor)
-        or get_proxy_mode() is not None
-        or torch.compiler.is_compiling()
-    )
 
 
 # ------------------------------------------------------------------------------ generic

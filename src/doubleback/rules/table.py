@@ -51,7 +51,7 @@ class Call:
 
     `inputs` are the tensor inputs in flattened order; one whose value the rule does not read
     (see `Rule.reads`) may be None, its shape is in `metas`. `out` is None unless the rule reads
-    it. `saved` is what `forward` handed over.
+    it. `saved` is what `forward` handed over; `shape` is the (first) output's.
     """
 
     node: Node
@@ -59,6 +59,7 @@ class Call:
     metas: tuple[Meta, ...]
     out: Any = None
     saved: Any = None
+    shape: tuple[int, ...] = ()
 
     def argument(self, position: int, name: str, default: Any = None) -> Any:
         """An argument that is no tensor, by position or by name."""

@@ -1,0 +1,289 @@
+"""Sweeps flattened into one straight graph: replayed kernel by kernel, or compiled.
+
+`make_fx` runs the sweeps once on fake tensors and records every operator they call. The flat
+graph has no closures and no autograd left in it, so Inductor compiles it whole, although
+AOTAutograd knows no double backward. Without a compiler the graph is replayed as straight-line
+code, which spares the host the work of walking the plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _pytree as pytree
+
+from . import sweeps
+from .bridge import First, Program
+from .counting import Operations, recording, replayed
+from .kernels import mode
+from .losses import Loss
+from .penalties import Penalty
+from .plan import Plan
+
+aten = torch.ops.aten
+
+
+# ------------------------------------------------------------------------------- graphs
+
+
+@dataclass(frozen=True)
+class Flat:
+    """A flat graph. `run` takes a list of tensors and empties it, so that each input can be freed
+    at its last use; it returns the tensors among the leaves of `fn`'s nested result.
+
+    leaves: that result flattened: for a tensor the number of its place, for a tensor that is an
+    input unchanged an `_Input`, for anything else the constant itself in a 1-tuple.
+    """
+
+    run: Callable[[list[Tensor]], Sequence[Tensor]]
+    spec: Any
+    leaves: Sequence[int | _Input | tuple]
+    operations: Operations
+
+    def __call__(self, tensors: list[Tensor]) -> Any:
+        """The nested result."""
+        results = self.launch(tensors)
+        found = [results[x] if isinstance(x, int) else x[0] for x in self.leaves]  # type: ignore[index]
+        return pytree.tree_unflatten(found, self.spec)
+
+    def launch(self, tensors: list[Tensor]) -> Sequence[Tensor]:
+        replayed(self.operations)
+        return self.run(tensors)
+
+
+@dataclass(frozen=True)
+class _Input:
+    """Stands for the graph's input number `number` in a result."""
+
+    number: int
+
+
+def flatten(
+    fn: Callable[[Sequence[Tensor]], Any],
+    tensors: Sequence[Tensor],
+    compiler: bool | str,
+    pass_inputs: bool = False,
+) -> Flat:
+    """Trace `fn(tensors)`, which returns nested tensors and constants, and compile the trace.
+
+    pass_inputs: an input that is returned unchanged does not travel through the graph.
+    """
+    found: dict[str, Any] = {}
+
+    def flat(*given: Tensor) -> list[Tensor]:
+        leaves, found["spec"] = pytree.tree_flatten(fn(given))
+        number = {id(t): i for i, t in enumerate(given)} if pass_inputs else {}
+        results: list[Tensor] = []
+        found["leaves"] = places = []
+        for leaf in leaves:
+            if not isinstance(leaf, Tensor):
+                places.append((leaf,))
+            elif id(leaf) in number:
+                places.append(_Input(number[id(leaf)]))
+            else:
+                places.append(len(results))
+                results.append(leaf)
+        return results
+
+    context = mode.for_compiler() if compiler else nullcontext()
+    with recording() as operations, torch.no_grad(), context:
+        graph = make_fx(flat, tracing_mode="fake")(*tensors)
+    _clean(graph)
+    run = _compiled(graph, compiler) if compiler else _boxed(graph)
+    return Flat(run, found["spec"], found["leaves"], operations)
+
+
+def _clean(graph: torch.fx.GraphModule) -> None:
+    """Without autograd `detach` is the identity."""
+    for node in list(graph.graph.nodes):
+        if node.target is aten.detach.default:
+            node.replace_all_uses_with(node.args[0])
+            graph.graph.erase_node(node)
+    graph.graph.eliminate_dead_code()
+    graph.recompile()
+
+
+def _compiled(graph: torch.fx.GraphModule, compiler: bool | str) -> Callable:
+    options = {"mode": compiler} if isinstance(compiler, str) else {}
+    run = torch.compile(graph, fullgraph=True, dynamic=False, **options)
+
+    def call(tensors: list[Tensor]) -> Sequence[Tensor]:
+        given = tuple(tensors)
+        tensors.clear()
+        return run(*given)
+
+    return call
+
+
+def _boxed(module: torch.fx.GraphModule) -> Callable:
+    """Straight-line code that takes its inputs out of a list: nobody else holds them."""
+    graph = module.graph
+    inputs = [node for node in graph.nodes if node.op == "placeholder"]
+    first = inputs[0] if inputs else next(iter(graph.nodes))
+    with graph.inserting_before(first):
+        box = graph.placeholder("box")
+    place = box
+    for node in reversed(inputs):
+        with graph.inserting_after(place):
+            place = graph.call_method("pop", (box,))
+        node.replace_all_uses_with(place)
+        graph.erase_node(node)
+    module.recompile()
+    return module.forward
+
+
+# ------------------------------------------------------------------------------ program
+
+
+@dataclass
+class FlatState:
+    """What passes from a flat `first` to a flat `last`: the tensors of a `sweeps.State`."""
+
+    tensors: list[Tensor]
+    flat: Flat
+    key: Any
+
+    def rebuild(self, tensors: Sequence[Tensor]) -> sweeps.State:
+        """The nested state, as the trace of `first` left it."""
+        values = iter(tensors)
+        leaves = [x[0] if isinstance(x, tuple) else next(values) for x in self.flat.leaves]
+        return sweeps.State(*pytree.tree_unflatten(leaves, self.flat.spec)[-1])
+
+
+class FlattenedProgram:
+    """A `Program` whose sweeps run flat, with the same interface.
+
+    With a compiler from the first call on; otherwise after `after` calls, node by node until then.
+    """
+
+    def __init__(self, program: Program, compiler: bool | str, after: int | None) -> None:
+        self.program = program
+        self.compiler = compiler
+        self.after = 0 if compiler else after
+        self.calls = 0
+        self._flat: dict[Any, Flat] = {}
+
+    @property
+    def plan(self) -> Plan:
+        return self.program.plan
+
+    @property
+    def penalty(self) -> Penalty:
+        return self.program.penalty
+
+    def _ready(self) -> bool:
+        self.calls += 1
+        return self.after is not None and self.calls > self.after
+
+    def _get(
+        self,
+        key: Any,
+        fn: Callable[[Sequence[Tensor]], Any],
+        tensors: list[Tensor],
+        pass_inputs: bool = False,
+    ) -> Flat:
+        flat = self._flat.get(key)
+        if flat is None:
+            flat = self._flat[key] = flatten(fn, tensors, self.compiler, pass_inputs)
+        return flat
+
+    def first(self, leaves: Mapping[int, Tensor], extra: Sequence[Any], keep: bool = True) -> First:
+        if not self._ready():
+            return self.program.first(leaves, extra, keep)
+        plan, pack = self.plan, _Pack((dict(leaves), tuple(extra)))
+
+        def run(given: Sequence[Tensor]) -> Any:
+            outputs, values, mutated, state = self.program.first(*pack.rebuild(given), keep)
+            nested = (state.values, state.saved, state.xi, state.q0) if keep else ()
+            # clones: what the caller receives is not to alias an input or what is kept
+            outputs = [_fresh(t, given) for t in outputs]
+            return (outputs, values, [_fresh(mutated[n], given) for n in plan.mutations]), nested
+
+        key = ("first", keep, pack.key)
+        flat = self._get(key, run, pack.tensors, pass_inputs=True)
+        given = pack.tensors
+        results = flat.launch(list(given))
+        head = len(plan.outputs) + 1 + len(plan.mutations)
+        tensors = [
+            given[x.number] if isinstance(x, _Input) else results[x]
+            for x in flat.leaves
+            if not isinstance(x, tuple)
+        ]
+        outputs, values = tensors[: len(plan.outputs)], tensors[len(plan.outputs)]
+        mutated = dict(zip(plan.mutations, tensors[len(plan.outputs) + 1 : head], strict=True))
+        return First(outputs, values, mutated, FlatState(tensors, flat, key) if keep else None)
+
+    def last(
+        self,
+        state: Any,
+        extra: Sequence[Any],
+        grad_outputs: Mapping[int, Tensor | None],
+        grad_values: Tensor | None,
+        keep: bool = False,
+    ) -> list[Tensor | None]:
+        if not isinstance(state, FlatState):
+            return self.program.last(state, extra, grad_outputs, grad_values, keep)
+        pack = _Pack((tuple(extra), dict(grad_outputs), grad_values))
+        count = len(pack.tensors)
+
+        def run(given: Sequence[Tensor]) -> Any:
+            more, seeds, weights = pack.rebuild(given[:count])
+            return self.program.last(state.rebuild(given[count:]), more, seeds, weights)
+
+        tensors = pack.tensors + state.tensors
+        flat = self._get(("last", state.key, pack.key), run, tensors)
+        if not keep:
+            state.tensors.clear()
+        return flat(tensors)
+
+    def step(
+        self,
+        leaves: Mapping[int, Tensor],
+        extra: Sequence[Any],
+        loss: Loss | None,
+        target: Any,
+        weight: float,
+    ) -> tuple[list[Tensor], Tensor, Tensor, list[Tensor | None], dict[str, Tensor]]:
+        if not self._ready():
+            return self.program.step(leaves, extra, loss, target, weight)
+        pack = _Pack((dict(leaves), tuple(extra), target))
+
+        def run(given: Sequence[Tensor]) -> Any:
+            values, more, y = pack.rebuild(given)
+            return self.program.step(values, more, loss, y, weight)
+
+        flat = self._get(("step", loss, weight, pack.key), run, pack.tensors)
+        return flat(pack.tensors)
+
+
+def _fresh(result: Tensor, given: Sequence[Tensor]) -> Tensor:
+    """An output that is an input unchanged, as a copy."""
+    return result.clone() if any(result is t for t in given) else result
+
+
+class _Pack:
+    """Nested arguments as a list of tensors, a key, and the way back."""
+
+    def __init__(self, nested: Any) -> None:
+        self.leaves, self.spec = pytree.tree_flatten(nested)
+        self.places = [i for i, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor)]
+        self.tensors = [self.leaves[i] for i in self.places]
+        for i in self.places:  # the list alone holds them, so that they can be freed
+            self.leaves[i] = None
+
+    @property
+    def key(self) -> Any:
+        """Shapes are the plan's; what may still differ is presence, layout and dtype."""
+        return tuple(self.places), tuple((t.stride(), t.dtype) for t in self.tensors)
+
+    def rebuild(self, tensors: Sequence[Tensor]) -> Any:
+        filled = list(self.leaves)
+        for i, t in zip(self.places, tensors, strict=True):
+            filled[i] = t
+        return pytree.tree_unflatten(filled, self.spec)

@@ -1,0 +1,53 @@
+"""Which form of a fused kernel to use: launched now, one opaque node, or formulas to fuse.
+
+Eager sweeps launch a kernel. Sweeps flattened for replay record it as one operator of the
+library `doubleback`. Sweeps flattened for a compiler write the formula out, which it fuses with
+what stands beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+_fusing = False
+
+
+@contextmanager
+def for_compiler() -> Iterator[None]:
+    """Inside, rules write formulas out instead of calling kernels."""
+    global _fusing
+    before, _fusing = _fusing, True
+    try:
+        yield
+    finally:
+        _fusing = before
+
+
+def fusing() -> bool:
+    """Whether the sweeps are being flattened for a compiler."""
+    return _fusing or torch.compiler.is_compiling()
+
+
+def recording() -> bool:
+    """Whether the sweeps are being flattened at all."""
+    return get_proxy_mode() is not None
+
+
+library = torch.library.Library("doubleback", "FRAGMENT")
+
+
+def opaque(schema: str, launch, fake) -> None:
+    """Define `doubleback::…` with a CUDA kernel and its result's shape."""
+    name = schema.partition("(")[0]
+    library.define(schema)
+    library.impl(name, launch, "CUDA")
+    torch.library.register_fake(f"doubleback::{name}", fake, lib=library)
+
+
+def on_cuda(*tensors: Tensor | None) -> bool:
+    return all(t is None or t.is_cuda for t in tensors)
