@@ -48,7 +48,7 @@ def arguments() -> argparse.Namespace:
     add("--dtypes", nargs="+", choices=["float32", "bf16"], help="default: both; CPU: float32")
     add("--methods", nargs="+", choices=names, metavar="METHOD", help="default: see README.md")
     add("--also", nargs="+", choices=names, default=[], metavar="METHOD", help="beside the default")
-    add("--all-peers", action="store_true", help="compile slow peers on heavy networks too")
+    add("--all-peers", action="store_true", help="also what is slow to compile")
     add("--small", action="store_true", help="reduced sizes, for CPUs")
     add("--device", choices=["cuda", "cpu"], help="default: cuda if there is one")
     add("--repeats", type=int, default=60, help="timed steps per method")
@@ -73,18 +73,25 @@ def arguments() -> argparse.Namespace:
     return chosen
 
 
+def slow_to_compile(method: str, net: str, device: str) -> bool:
+    """Peers on heavy networks; on CPUs, all compiled methods but the main two."""
+    if method in methods.JAX:
+        return False
+    base = methods.parse(method)[0]
+    if device == "cpu":
+        return base.compiled and method not in ("plain compiled", "doubleback compiled")
+    return base.peer and nets.TABLE[net].heavy
+
+
 def selected(chosen: argparse.Namespace, net: str) -> list[str]:
     """The methods to run on a network: as asked, or the default less what does not apply."""
     names = methods.known()
     if chosen.methods:
         wanted = [names[method] for method in chosen.methods]
     else:
-        skipped = nets.TABLE[net].heavy and not chosen.all_peers
-        wanted = [
-            method
-            for method in methods.DEFAULT
-            if method in methods.JAX or not (methods.parse(method)[0].peer and skipped)
-        ]
+        wanted = list(methods.DEFAULT)
+        if not chosen.all_peers:
+            wanted = [m for m in wanted if not slow_to_compile(m, net, chosen.device)]
         if importlib.util.find_spec("jax") is None and chosen.jax_python == sys.executable:
             wanted = [method for method in wanted if method not in methods.JAX]
     wanted += [names[method] for method in chosen.also if names[method] not in wanted]
@@ -111,12 +118,26 @@ def environment(chosen: argparse.Namespace, threads: int | None = None) -> dict[
     return variables
 
 
+_running: set[int] = set()
+
+
+def end_group(leader: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(leader, signal.SIGKILL)
+
+
+def end_all(number: int, _frame: object) -> None:
+    """On a signal: leave no process behind. Results so far are in the output file."""
+    for leader in list(_running):
+        end_group(leader)
+    os._exit(128 + number)
+
+
 def call(command: list[str], variables: dict[str, str], limit_s: float) -> tuple[str, str, str]:
     """(stdout, stderr, trouble) of a process; on time-out it and its children are ended."""
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-        process = subprocess.Popen(
-            command, env=variables, stdout=out, stderr=err, start_new_session=True
-        )
+        process = subprocess.Popen(command, env=variables, stdout=out, stderr=err, process_group=0)
+        _running.add(process.pid)
         trouble = ""
         try:
             if process.wait(timeout=max(1.0, limit_s)):
@@ -124,9 +145,9 @@ def call(command: list[str], variables: dict[str, str], limit_s: float) -> tuple
         except subprocess.TimeoutExpired:
             trouble = f"ended at its limit of {limit_s:.0f} s"
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            end_group(process.pid)
             process.wait()
+            _running.discard(process.pid)
         out.seek(0), err.seek(0)
         return out.read(), err.read(), trouble
 
@@ -315,6 +336,8 @@ def main() -> int:
         report.write(chosen.out, document)
         report.overview(document["results"])
         return 0
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, end_all)
     deadline = time.monotonic() + chosen.budget_seconds
     if chosen.warm_cache or chosen.compile_only:
         half = time.monotonic() + chosen.budget_seconds / 2

@@ -99,14 +99,81 @@ def flatten(
     return Flat(run, found["spec"], found["leaves"], operations)
 
 
-def _clean(graph: torch.fx.GraphModule) -> None:
-    """Without autograd `detach` is the identity."""
-    for node in list(graph.graph.nodes):
-        if node.target is aten.detach.default:
-            node.replace_all_uses_with(node.args[0])
-            graph.graph.erase_node(node)
-    graph.graph.eliminate_dead_code()
-    graph.recompile()
+_VIEWS = {
+    aten.detach.default, aten.alias.default, aten.view.default, aten._unsafe_view.default,
+    aten.expand.default, aten.permute.default, aten.squeeze.dim, aten.slice.Tensor,
+}  # fmt: skip
+_PURE_VIEWS = {
+    aten.t.default, aten.view.default, aten.transpose.int, aten.permute.default,
+    aten.expand.default, aten.unsqueeze.default, aten._unsafe_view.default,
+}  # fmt: skip
+
+
+def _clean(module: torch.fx.GraphModule) -> None:
+    """Leave out what does nothing: views of the same shape, the same view twice; one `addmm` for
+    a product that is added to a gradient. Each call costs the host as much as a kernel."""
+    graph = module.graph
+    seen: dict[Any, torch.fx.Node] = {}
+    for node in list(graph.nodes):
+        if node.op != "call_function":
+            continue
+        same = _same_as_input(node)
+        if same is None and node.target in _PURE_VIEWS:
+            key = (node.target, str(node.args), str(node.kwargs))
+            same = seen.setdefault(key, node)
+        if same is not None and same is not node:
+            node.replace_all_uses_with(same)
+            graph.erase_node(node)
+        elif node.target is aten.add.Tensor:
+            _join_product(graph, node)
+    graph.eliminate_dead_code()
+    module.recompile()
+
+
+def _same_as_input(node: torch.fx.Node) -> torch.fx.Node | None:
+    """The input of a view that changes neither shape nor strides."""
+    if node.target not in _VIEWS:
+        return None
+    source = node.args[0]
+    before, after = source.meta.get("val"), node.meta.get("val")  # type: ignore[union-attr]
+    if not isinstance(before, Tensor) or not isinstance(after, Tensor):
+        return None
+    same = before.shape == after.shape and before.stride() == after.stride()
+    return source if same else None  # type: ignore[return-value]
+
+
+def _near(earlier: torch.fx.Node, later: torch.fx.Node) -> bool:
+    """So close that computing the earlier one later keeps nothing alive for long."""
+    node = later
+    for _ in range(12):
+        node = node.prev
+        if node is earlier:
+            return True
+    return False
+
+
+def _join_product(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
+    """a + b c → addmm(a, b, c), for the product that was computed last."""
+    if node.kwargs or len(node.args) != 2:
+        return
+    left, right = node.args
+    for base, product in ((left, right), (right, left)):
+        fits = (
+            isinstance(base, torch.fx.Node)
+            and isinstance(product, torch.fx.Node)
+            and product.target is aten.mm.default
+            and len(product.users) == 1
+            and _near(product, node)
+            and base.meta["val"].shape == product.meta["val"].shape
+            and base.meta["val"].dtype == product.meta["val"].dtype
+        )
+        if fits:
+            with graph.inserting_before(node):
+                joined = graph.call_function(aten.addmm.default, (base, *product.args))  # type: ignore[union-attr]
+            joined.meta = dict(node.meta)
+            node.replace_all_uses_with(joined)
+            graph.erase_node(node)
+            return
 
 
 def _compiled(graph: torch.fx.GraphModule, compiler: bool | str) -> Callable:

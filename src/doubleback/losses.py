@@ -14,6 +14,9 @@ from .errors import InputError, LabelError
 from .spaces import per_example
 
 
+GPU_CHECKS = 8  # batches of labels whose range is checked on a GPU
+
+
 def _wide(t: Tensor) -> Tensor:
     return t.float() if t.dtype in (torch.bfloat16, torch.float16) else t
 
@@ -48,6 +51,7 @@ class CrossEntropy(Loss):
         self.smoothing = label_smoothing
         self.weights = class_weights
         self.ignore = ignore_index
+        self.looked_at = 0
 
     def _weights(self, out: Tensor) -> Tensor | None:
         if self.weights is None:
@@ -60,20 +64,15 @@ class CrossEntropy(Loss):
         dtype, classes = _wide(out).dtype, out.shape[1]
         if y.is_floating_point():
             hot = y.to(dtype)
-            counts = None
-        else:
-            ignored = y == self.ignore
-            valid = ignored | ((y >= 0) & (y < classes))
-            counts = torch.where(valid, (~ignored).to(dtype), float("nan")).unsqueeze(1)
-            index = y.unsqueeze(1)
-            classes_axis = torch.arange(classes, device=out.device)
-            hot = (index == classes_axis.reshape(1, -1, *(1,) * (out.dim() - 2))).to(dtype)
+        else:  # an ignored label equals no class
+            axis = torch.arange(classes, device=out.device).reshape(-1, *(1,) * (out.dim() - 2))
+            hot = (y.unsqueeze(1) == axis).to(dtype)
         if self.smoothing:
-            hot = hot * (1 - self.smoothing) + self.smoothing / classes
+            smooth = hot * (1 - self.smoothing) + self.smoothing / classes
+            counted = y.is_floating_point() or (y != self.ignore).unsqueeze(1)
+            hot = smooth * counted
         weights = self._weights(out)
-        if weights is not None:
-            hot = hot * weights
-        return hot if counts is None else hot * counts
+        return hot if weights is None else hot * weights
 
     def values(self, out: Tensor, y: Tensor) -> Tensor:
         target = self._targets(out, y)
@@ -107,7 +106,20 @@ class CrossEntropy(Loss):
             return
         if tuple(y.shape) != positions:
             raise LabelError(f"labels must have shape {positions}, not {tuple(y.shape)}")
-        _check_range(y, shape[1], self.ignore)
+        self._check_range(y, shape[1])
+
+    def _check_range(self, y: Tensor, classes: int) -> None:
+        """Labels in 0 … C−1. On a GPU the comparison stalls the queue, so only the first batches
+        are looked at."""
+        if y.numel() == 0 or (y.is_cuda and self.looked_at >= GPU_CHECKS):
+            return
+        self.looked_at += 1
+        bad = (y != self.ignore) & ((y < 0) | (y >= classes))
+        if bool(bad.any()):
+            raise LabelError(
+                f"labels must lie in 0 … {classes - 1} (or be ignore_index={self.ignore}); "
+                f"found {int(y[bad][0])}"
+            )
 
 
 class SquaredError(Loss):
@@ -220,15 +232,3 @@ def _same_shape(name: str, out_shape: Sequence[int], y: Any) -> None:
             f"{name} needs a target of the output's shape {tuple(out_shape)}, not {tuple(y.shape)}"
         )
 
-
-def _check_range(y: Tensor, classes: int, ignore: int) -> None:
-    """Labels in 0 … C−1. On a GPU the comparison would stall the queue at every step, so there
-    an out-of-range label makes the loss and the penalty NaN instead."""
-    if y.is_cuda or y.numel() == 0:
-        return
-    bad = (y != ignore) & ((y < 0) | (y >= classes))
-    if bool(bad.any()):
-        raise LabelError(
-            f"labels must lie in 0 … {classes - 1} (or be ignore_index={ignore}); "
-            f"found {int(y[bad][0])}"
-        )

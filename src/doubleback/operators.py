@@ -24,6 +24,16 @@ def placeholder(like: Tensor, shape: Sequence[int]) -> Tensor:
     return like.new_empty(()).expand(tuple(shape))
 
 
+def _unread(y: Tensor, weight: Tensor | None, shape: Sequence[int]) -> Tensor:
+    """An input of which PyTorch reads shape and layout only. A stride-0 placeholder would make it
+    copy channels-last cotangents back and forth."""
+    if weight is not None and weight.dim() == 4 and not weight.is_contiguous():
+        return torch.empty(
+            tuple(shape), dtype=y.dtype, device=y.device, memory_format=torch.channels_last
+        )
+    return placeholder(y, shape)
+
+
 @dataclass(frozen=True)
 class Dense:
     """K(W, x) = x Wᵀ over the last axis, for any number of leading axes.
@@ -76,9 +86,14 @@ class Convolution:
         counted(forward=1)
         return aten.convolution(x, weight, bias, *self._options())
 
-    def transpose(self, weight: Tensor, y: Tensor, shape: Sequence[int]) -> Tensor:
-        """Kᵀ(θ, y), of the input's `shape` (a strided convolution forgets it)."""
-        return self.adjoints(None, weight, y, shape, weight.shape, (True, False, False))[0]
+    def transpose(
+        self, weight: Tensor, y: Tensor, shape: Sequence[int], like: Tensor | None = None
+    ) -> Tensor:
+        """Kᵀ(θ, y), of the input's `shape` (a strided convolution forgets it).
+
+        like: any tensor of that shape; PyTorch reads the layout of the result off it.
+        """
+        return self.adjoints(like, weight, y, shape, weight.shape, (True, False, False))[0]
 
     def weight_adjoint(self, x: Tensor, y: Tensor, shape: Sequence[int]) -> Tensor:
         """K□(x, y), of the weight's `shape`."""
@@ -96,7 +111,7 @@ class Convolution:
         """Kᵀ(θ, y), K□(x, y) and the sum of y for a bias, those that are `wanted`, in one call."""
         counted(transpose=int(wanted[0]), weight_adjoint=int(wanted[1]))
         if x is None:
-            x = placeholder(y, x_shape)
+            x = _unread(y, weight, x_shape)
         if weight is None:
             weight = placeholder(y, weight_shape)
         channels = [y.shape[1]] if wanted[2] else None

@@ -307,7 +307,7 @@ class _Tile:
             return scores
         # Blocks of heads divide the heads, or hold whole examples: b × h of them either way.
         z = self.z1 - self.z0
-        b, h = (z // f.h, f.h) if z >= f.h else (1, z)
+        b, h = (z // f.h, f.h) if z >= f.h > 0 else (1, z)
         s = scores.view(b, h, f.g, self.i1 - self.i0, self.m)
         if f.mask is not None:
             block = self._mask(f.mask.unflatten(1, (-1, f.g) if f.mask.shape[1] > 1 else (1, 1)))
@@ -424,7 +424,7 @@ class _Frame:
         rows = max(1, min(self.n, max(budget // max(1, self.b * self.h), min(budget, _ROWS))))
         heads = max(1, min(self.b * self.h, budget // rows))
         if heads >= self.h:
-            return heads - heads % self.h, rows
+            return heads - heads % max(1, self.h), rows
         return max(d for d in range(1, heads + 1) if self.h % d == 0), rows
 
     def _add(self, sums: list[Maybe] | None, parts: Sequence[Maybe]) -> list[Maybe]:
@@ -450,7 +450,7 @@ def _frame(q, k, v, mask, is_causal, scale, enable_gqa) -> _Frame:
             f"attention: {hq} query heads of q {tuple(q.shape)} cannot share {h} key heads of k "
             f"{tuple(k.shape)}; pass enable_gqa=True and a number of heads that divides"
         )
-    g = max(1, hq // h)
+    g = hq // h if hq > h > 0 else 1
     traced = bool(torch._C._len_torch_dispatch_stack()) or torch.compiler.is_compiling()
     wrapped = torch.is_grad_enabled() or torch._C._functorch.peek_interpreter_stack() is not None
     exact = torch.float64 if q.dtype == torch.float64 else torch.float32
@@ -465,7 +465,7 @@ def _frame(q, k, v, mask, is_causal, scale, enable_gqa) -> _Frame:
         m=m,
         mask=None if mask is None else _mask4(mask, batch, n, m),
         causal=is_causal,
-        scale=q.shape[-1] ** -0.5 if scale is None else float(scale),
+        scale=1 / math.sqrt(q.shape[-1]) if scale is None else float(scale),
         work=q.dtype if low and q.is_cuda else exact,
         exact=exact,
         traced=traced,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from doubleback.errors import InputError
-from doubleback.kernels.standardisation import eager, statistics_dtype
+from doubleback.kernels.standardisation import statistics_dtype
 
 try:
     triton: Any = importlib.import_module("triton")
@@ -29,16 +29,16 @@ except ImportError:  # CPU builds of torch come without Triton; nothing here is 
 
 
 BLOCK = 1024
+BITS = 12  # of the exponents that are multiplied out
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def supports(name: str, *tensors: Tensor) -> bool:
-    """Whether `curvature` can run: real CUDA tensors of one shape, and Triton is there."""
+    """Whether `curvature` can run: CUDA tensors of one shape, and Triton is there."""
     first = tensors[0]
     return (
         triton is not None
         and name in TABLE
-        and eager(*tensors)
         and all(t.is_cuda and t.device == first.device for t in tensors)
         and all(t.dtype in DTYPES and t.shape == first.shape for t in tensors)
     )
@@ -77,12 +77,12 @@ def curvature(name: str, z: Tensor, h: Tensor, xi: Tensor, *params: float) -> Te
 
 
 def _resolve(name: str, *params: float) -> tuple[Any, tuple[float, float, float]]:
-    """g″ and its three constants; an integer power is multiplied out."""
+    """g″ and its three constants; an integer power is multiplied out, so that z may be negative."""
     a, b, c = (*(float(p) for p in params), 0.0, 0.0, 0.0)[:3]
-    if name == "pow" and a.is_integer() and abs(a - 2) <= 16:
-        if a in (0, 1):
-            return _integer_power, (0.0, 0, 0)
-        return _integer_power, (a * (a - 1), max(int(a) - 2, 0), max(2 - int(a), 0))
+    if name == "pow" and a in (0, 1):
+        return _integer_power, (0.0, 0, 0)  # no curvature, not even at z = 0
+    if name == "pow" and a.is_integer() and abs(a - 2) < 1 << BITS:
+        return _integer_power, (a * (a - 1), abs(int(a) - 2), int(a < 2))
     return TABLE[name][0], (a, b, c)
 
 
@@ -254,14 +254,15 @@ def _power(z, p, b, c):
 
 
 @jit
-def _integer_power(z, factor, times: tl.constexpr, divided: tl.constexpr):
-    """factor·z^times/z^divided"""
+def _integer_power(z, factor, exponent: tl.constexpr, inverse: tl.constexpr):
+    """factor·z^±exponent, by repeated squaring"""
     value = tl.full(z.shape, 1, z.dtype)
-    for _ in tl.static_range(times):
-        value *= z
-    for _ in tl.static_range(divided):
-        value /= z
-    return factor * value
+    square = z
+    for bit in tl.static_range(12):
+        if (exponent >> bit) & 1:
+            value *= square
+        square *= square
+    return factor / value if inverse else factor * value
 
 
 # name: (g″, names of its parameters); y: from the output of g

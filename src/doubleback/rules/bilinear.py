@@ -93,8 +93,7 @@ def _convolution() -> Rule:
 
     def pull(call: Call, y: Tensor, wanted: Sequence[bool]) -> Tensors:
         mask = (*wanted, False)[:3]
-        x = call.inputs[0] if mask[1] else None
-        weight = call.inputs[1] if mask[0] else None
+        x, weight = call.inputs[:2]
         grads = _operator(call).adjoints(
             None if x is None else batched(call, x), weight, batched(call, y),
             x_shape(call), call.metas[1].shape, mask,
@@ -103,7 +102,9 @@ def _convolution() -> Rule:
         return tuple(g if m else None for g, m in zip(found, mask, strict=True))[: len(wanted)]
 
     def adjoint0(call: Call, weight: Tensor, y: Tensor) -> Tensor:
-        return back(call, _operator(call).transpose(weight, batched(call, y), x_shape(call)))
+        x = call.inputs[0]
+        like = None if x is None else batched(call, x)
+        return back(call, _operator(call).transpose(weight, batched(call, y), x_shape(call), like))
 
     def adjoint1(call: Call, x: Tensor, y: Tensor) -> Tensor:
         shape = call.metas[1].shape

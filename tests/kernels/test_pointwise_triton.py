@@ -1,0 +1,221 @@
+"""g″(z)⊙h⊙ξ against autograd's second derivative of the stock functions."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from doubleback.errors import InputError
+from doubleback.kernels import pointwise_triton
+from doubleback.kernels.pointwise_triton import curvature, supports
+
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"
+TRITON = importlib.util.find_spec("triton") is not None and (
+    CUDA or os.environ.get("TRITON_INTERPRET") == "1"
+)
+needs_triton = pytest.mark.skipif(
+    not TRITON, reason="Triton kernel not run: it needs a CUDA device, or TRITON_INTERPRET=1"
+)
+pytestmark = [  # raised inside Triton's interpreter
+    pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*"),
+]
+
+# Largest error, relative to the largest entry of the exact result. float32: exp and division are
+# approximate on the device. 16 bit: the last place of the result (the interpreter truncates).
+TOLERANCE = {
+    torch.float64: 1e-10,
+    torch.float32: 5e-6,
+    torch.bfloat16: 8e-3,
+    torch.float16: 1e-3,
+}
+
+
+class Case(NamedTuple):
+    name: str
+    function: Callable[[Tensor], Tensor]
+    parameters: tuple[float, ...] = ()
+    from_output: bool = False
+    positive: bool = False
+
+    @property
+    def label(self) -> str:
+        return " ".join((self.name, *map(str, self.parameters)))
+
+
+def power(p: float) -> Case:
+    return Case("pow", lambda z: z**p, (p,), positive=not float(p).is_integer())
+
+
+CASES = [
+    Case("gelu", F.gelu),
+    Case("gelu_tanh", lambda z: F.gelu(z, approximate="tanh")),
+    Case("silu", F.silu),
+    Case("sigmoid", torch.sigmoid, from_output=True),
+    Case("tanh", torch.tanh, from_output=True),
+    Case("softplus", lambda z: F.softplus(z, 2.0, 5.0), (2.0, 5.0)),
+    Case("logsigmoid", F.logsigmoid),
+    Case("mish", F.mish),
+    Case("elu", lambda z: torch.ops.aten.elu(z, 1.3, 1.1, 0.7), (1.3, 1.1, 0.7)),
+    Case("elu", F.selu, (1.6732632423543772, 1.0507009873554805, 1.0)),
+    Case("elu", lambda z: F.celu(z, 0.5), (0.5, 1.0, 2.0)),  # autograd rounds α to float32
+    Case("softsign", F.softsign),
+    Case("hardswish", F.hardswish),
+    Case("exp", torch.exp, from_output=True),
+    Case("log", torch.log, positive=True),
+    Case("sin", torch.sin),
+    Case("cos", torch.cos),
+    Case("sqrt", torch.sqrt, from_output=True, positive=True),
+    Case("rsqrt", torch.rsqrt, from_output=True, positive=True),
+    Case("reciprocal", torch.reciprocal, from_output=True),
+    Case("square", torch.square),
+    *map(power, (0, 1, 2, 3, 7, -1, -3, 30, 0.5, 1.5, 2.5, -0.5)),
+]
+LABELS = [case.label for case in CASES]
+BEYOND = ("pow 7", "pow 30")  # the range of float16
+
+
+def draw(case: Case, shape=(3, 401), dtype=torch.float64) -> tuple[Tensor, Tensor, Tensor]:
+    """z, h, ξ; |z| is kept off 0, where powers, log and reciprocal have their pole."""
+    torch.manual_seed(0)
+    z, h, xi = (torch.randn(shape, dtype=torch.float64) for _ in range(3))
+    z = 2 * z + 0.3 * z.sign()
+    z = z.abs() if case.positive else z
+    return tuple(t.to(dtype).to(DEVICE) for t in (z, h, xi))
+
+
+def truth(case: Case, z: Tensor, h: Tensor, xi: Tensor) -> Tensor:
+    """Reverse over reverse, in float64."""
+    z, h, xi = (t.detach().double() for t in (z, h, xi))
+    z.requires_grad_()
+    (first,) = torch.autograd.grad(case.function(z), z, xi, create_graph=True)
+    if not first.requires_grad:
+        return torch.zeros_like(z)
+    (second,) = torch.autograd.grad(first, z, h, allow_unused=True)
+    return torch.zeros_like(z) if second is None else second
+
+
+def error(found: Tensor, exact: Tensor) -> float:
+    scale = exact.abs().max().clamp_min(torch.finfo(torch.float64).tiny)
+    return ((found.double() - exact).abs().max() / scale).item()
+
+
+def argument(case: Case, z: Tensor) -> Tensor:
+    return case.function(z) if case.from_output else z
+
+
+@needs_triton
+@pytest.mark.parametrize("case", CASES, ids=LABELS)
+def test_parity_in_float64(case):
+    z, h, xi = draw(case)
+    found = curvature(case.name, argument(case, z), h, xi, *case.parameters)
+    assert error(found, truth(case, z, h, xi)) <= 1e-10
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("case", [c for c in CASES if c.label not in BEYOND], ids=lambda c: c.label)
+def test_lower_precision(case, dtype):
+    z, h, xi = draw(case, dtype=dtype)
+    if case.from_output:  # g″ is a function of the rounded y: compare at the z that y belongs to
+        y = case.function(z.double()).to(dtype)
+        inverse = {
+            "sigmoid": torch.logit, "tanh": torch.atanh, "exp": torch.log, "sqrt": torch.square,
+            "rsqrt": lambda y: 1 / y.square(), "reciprocal": lambda y: 1 / y,
+        }  # fmt: skip
+        inside = y.abs() < 1 if case.name in ("sigmoid", "tanh") else y != 0
+        y, h, xi = y[inside], h[inside], xi[inside]
+        given, z = y, inverse[case.name](y.double())
+    else:
+        given = z
+    found = curvature(case.name, given, h, xi, *case.parameters)
+    assert found.dtype == dtype
+    assert error(found, truth(case, z, h, xi)) <= TOLERANCE[dtype]
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    "layout",
+    [
+        lambda t: t,
+        lambda t: t.contiguous(memory_format=torch.channels_last),
+        lambda t: t.transpose(0, 2),
+        lambda t: t[:, ::2],
+        lambda t: t[:1].expand(t.shape),
+        lambda t: t[..., 0, 0],
+    ],
+    ids=["contiguous", "channels-last", "transposed", "sliced", "expanded", "two axes"],
+)
+def test_layouts(layout):
+    """Dense tensors of one layout are read as flat memory, others are copied first."""
+    case = CASES[LABELS.index("silu")]
+    z, h, xi = (layout(t) for t in draw(case, (4, 6, 5, 3)))
+    for other in (h, h.contiguous()):
+        found = curvature("silu", z, other, xi)
+        assert found.shape == z.shape
+        assert found.stride() == torch.empty_like(z).stride()
+        assert error(found, truth(case, z, other, xi)) <= 1e-10
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    "name", ["gelu", "gelu_tanh", "silu", "mish", "softplus", "logsigmoid", "elu"]
+)
+def test_far_out_the_curvature_vanishes(name):
+    case = next(c for c in CASES if c.name == name)
+    z = torch.tensor([1e30, 300.0, -300.0, -1e30], device=DEVICE)
+    found = curvature(name, z, torch.ones_like(z), torch.ones_like(z), *case.parameters)
+    assert found.abs().max() <= 1e-30
+
+
+@needs_triton
+@pytest.mark.parametrize("name", ["gelu", "gelu_tanh", "silu", "mish", "softplus", "elu", "tanh"])
+def test_nan_is_not_hidden(name):
+    case = next(c for c in CASES if c.name == name)
+    z = torch.full((3,), float("nan"), device=DEVICE)
+    found = curvature(name, z, torch.ones_like(z), torch.ones_like(z), *case.parameters)
+    assert found.isnan().all()
+
+
+@needs_triton
+@pytest.mark.parametrize("name", ["elu", "softsign", "hardswish"])
+def test_kinks_follow_autograd(name):
+    case = next(c for c in CASES if c.name == name)
+    z = torch.tensor([-3.0, 0.0, 3.0], dtype=torch.float64, device=DEVICE)
+    one = torch.ones_like(z)
+    found = curvature(name, z, one, one, *case.parameters)
+    torch.testing.assert_close(found, truth(case, z, one, one))
+
+
+@needs_triton
+def test_empty():
+    z = torch.empty(0, 3, device=DEVICE)
+    assert curvature("gelu", z, z, z).shape == (0, 3)
+
+
+def test_every_function_is_tested():
+    assert {case.name for case in CASES} == set(pointwise_triton.TABLE)
+
+
+def test_supports():
+    z = torch.ones(3, device=DEVICE)
+    assert supports("gelu", z, z, z) == (CUDA and TRITON)
+    assert not supports("no such function", z, z, z)
+    assert not supports("gelu", z, z[:1], z)
+    assert not supports("gelu", z.int(), z, z)
+    assert not supports("gelu", z.cpu(), z.cpu(), z.cpu())
+
+
+@pytest.mark.parametrize(("name", "parameters"), [("relu", ()), ("gelu", (1.0,)), ("pow", ())])
+def test_unknown_functions_raise(name, parameters):
+    z = torch.ones(3)
+    with pytest.raises(InputError, match=rf"'{name}' of {len(parameters)} .* softplus beta thresh"):
+        curvature(name, z, z, z, *parameters)
