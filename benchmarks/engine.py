@@ -106,8 +106,8 @@ def selected(chosen: argparse.Namespace, net: str) -> list[str]:
 def environment(chosen: argparse.Namespace, threads: int | None = None) -> dict[str, str]:
     cache = chosen.cache_dir.absolute()
     variables = dict(os.environ)
-    variables.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache / "inductor"))
-    variables.setdefault("TRITON_CACHE_DIR", str(cache / "triton"))
+    variables["TORCHINDUCTOR_CACHE_DIR"] = str(cache / "inductor")
+    variables["TRITON_CACHE_DIR"] = str(cache / "triton")
     variables.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache / "jax"))
     variables.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
     variables.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -224,7 +224,6 @@ class Task:
             "weight": nets.TABLE[self.net].weight,
             "repeats": self.chosen.repeats,
             "cap_s": self.chosen.cap_seconds,
-            "compile_only": self.compile_only,
         }
         (folder / "job.json").write_text(json.dumps(job))
         command = [self.chosen.jax_python, str(HERE / "jax_peer.py"), str(folder)]
@@ -275,36 +274,41 @@ def device_gib(device: str) -> float:
 
 
 def warm_cache(chosen: argparse.Namespace, deadline: float) -> None:
-    """Compile every method in parallel processes, so that the timed pass finds it in the caches."""
-    tasks = []
-    for net in chosen.nets:
-        for dtype in chosen.dtypes:
-            wanted = selected(chosen, net)
-            jax = [name for name in wanted if name in methods.JAX]
-            groups = [[m] for m in wanted if m not in jax and methods.parse(m)[0].compiled]
-            groups += [jax] if jax else []
-            tasks += [Task(chosen, net, dtype, group, compile_only=True) for group in groups]
+    """Compile in parallel processes, so that the timed pass finds the kernels in the caches.
+
+    What was tuned by timing on the crowded device is forgotten again: Inductor's choices among
+    its compiled configurations are deleted and made anew in the timed pass, and JAX, whose cache
+    has no such seam, compiles in the timed pass alone.
+    """
+    tasks = [
+        Task(chosen, net, dtype, [method], compile_only=True)
+        for net in chosen.nets
+        for dtype in chosen.dtypes
+        for method in selected(chosen, net)
+        if method not in methods.JAX and methods.parse(method)[0].compiled
+    ]
     tasks.sort(key=lambda task: not nets.TABLE[task.net].heavy)
     memory = Memory(device_gib(chosen.device))
     threads = max(1, (os.cpu_count() or 2) // max(1, chosen.jobs))
 
     def compile_one(task: Task) -> None:
-        names = ", ".join(task.torch_methods + task.jax_methods)
+        (name,) = task.torch_methods
         with memory.take(task.gib):
             left = deadline - time.monotonic()
             if left < 10:
-                return print(f"  not compiled, budget spent: {task.net} {task.dtype} {names}")
+                return print(f"  not compiled, budget spent: {task.net} {task.dtype} {name}")
             start = time.monotonic()
             rows = task.run(min(left, chosen.limit_seconds), threads)["rows"]
-        troubles = [f"{m}: {row['error']}" for m, row in rows.items() if row.get("error")]
         seconds = time.monotonic() - start
-        print(f"  {seconds:6.1f} s  {task.net} {task.dtype}: {names}", flush=True)
-        for trouble in troubles:
-            print(f"           {trouble.splitlines()[0][:160]}", flush=True)
+        print(f"  {seconds:6.1f} s  {task.net} {task.dtype}: {name}", flush=True)
+        if rows[name]["error"]:
+            print(f"           {rows[name]['error'].splitlines()[0][:160]}", flush=True)
 
     print(f"compiling {len(tasks)} methods, {chosen.jobs} at a time", flush=True)
     with ThreadPoolExecutor(chosen.jobs) as pool:
         list(pool.map(compile_one, tasks))
+    for choice in (chosen.cache_dir / "inductor").rglob("*.best_config"):
+        choice.unlink()
 
 
 def timed_pass(chosen: argparse.Namespace, document: dict[str, Any], deadline: float) -> None:

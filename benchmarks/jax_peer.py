@@ -284,9 +284,6 @@ def main(folder: Path) -> None:
             function = partial(STEPS[name], apply, job["weight"])
             step = jax.jit(function).lower(p, state, *sets[0]).compile()
             row["first_call_s"] = time.perf_counter() - start
-            if job["compile_only"]:
-                print(json.dumps(row), flush=True)
-                continue
             if job["device"] != "cpu":
                 row["peak_mib"] = planned_memory(step, sets)
             gradients, _, loss, penalty = step(p, state, *sets[-1])

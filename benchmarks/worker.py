@@ -346,8 +346,6 @@ def main() -> None:
     worker = Worker(job)
     if job["compile_only"]:
         worker.compile_only()
-        if job["export"]:
-            export(Path(job["export"]), worker.net, worker.sets, {})
     else:
         worker.run()
     worker.report.save()

@@ -576,7 +576,8 @@ NAMES = tuple(OPS)
 # Rules whose operators no program of this file leaves in its graph.
 NOT_DRAWN = frozenset({
     # composite: the capture leaves their parts instead
-    "_adaptive_avg_pool2d.default", "_adaptive_avg_pool3d.default", "broadcast_to.default",
+    "_adaptive_avg_pool2d.default", "_adaptive_avg_pool3d.default", "alias.default",
+    "broadcast_to.default",
     "chunk.default", "contiguous.default", "expand_as.default", "flatten.using_ints",
     "hardshrink.default", "imag.default", "movedim.int", "movedim.intlist", "numpy_T.default",
     "positive.default", "real.default", "reshape.default", "reshape_as.default",

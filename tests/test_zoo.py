@@ -254,7 +254,8 @@ def test_the_harness_sees_a_wrong_gradient():
 # --------------------------------------------------------------------------------------- behaviour
 
 
-BEHAVIOUR = named([zoo.BY_NAME[n] for n in ("mlp_tanh", "resnet_bn_train", "vit")])
+BEHAVIOUR = named([zoo.BY_NAME[n] for n in ("mlp_tanh", "resnet_bn_train")])
+WITH_ATTENTION = named([zoo.BY_NAME[n] for n in ("mlp_tanh", "resnet_bn_train", "vit")])
 CROSS_ENTROPY = "cross entropy"
 
 
@@ -280,7 +281,7 @@ def assert_close(got: dict[str, Tensor], truth: dict[str, Tensor], scale: float 
         assert error <= 1e-10, f"{name} off by {error:.2e}"
 
 
-@BEHAVIOUR
+@WITH_ATTENTION
 def test_gradients_accumulate(case):
     """Two steps without zero_grad add up, also on top of what was there."""
     bench, spec, model = setting(case)
@@ -295,7 +296,7 @@ def test_gradients_accumulate(case):
     assert_close({"x": bench.args[0].grad}, {"x": once["input 0"]}, scale=2.0)
 
 
-@BEHAVIOUR
+@WITH_ATTENTION
 def test_retain_graph(case):
     """The same graph, backward twice; then it is gone."""
     bench, spec, model = setting(case)
@@ -309,7 +310,7 @@ def test_retain_graph(case):
         loss.backward()
 
 
-@BEHAVIOUR
+@WITH_ATTENTION
 def test_autograd_grad(case):
     """torch.autograd.grad of out and penalty alone, in either order, from one graph."""
     bench, spec, model = setting(case)
@@ -337,7 +338,7 @@ def test_autograd_grad(case):
     assert all(p.grad is None for p in bench.net.parameters())
 
 
-@BEHAVIOUR
+@WITH_ATTENTION
 def test_frozen_parameters(case):
     """Half of the parameters frozen, also between two steps of one model: None there, exact
     elsewhere."""
@@ -374,7 +375,7 @@ def test_plain_input(case):
     assert not x.requires_grad and x.grad is None
 
 
-@BEHAVIOUR
+@WITH_ATTENTION
 def test_no_grad_gives_the_value(case):
     bench, spec, model = setting(case)
     truth = bench.truth(spec, 3)
@@ -490,7 +491,7 @@ def test_third_derivative_is_refused(case):
         sum(t.square().sum() for t in g if t is not None).backward()
 
 
-@BEHAVIOUR
+@WITH_ATTENTION
 def test_several_steps_of_training(case):
     """Ten optimiser steps stay with the oracle's, so nothing stale is kept between steps."""
     bench, spec, model = setting(case)

@@ -92,7 +92,9 @@ class Program:
         if not self.plan.channels_last:
             return leaves
         return {
-            v: t.contiguous(memory_format=torch.channels_last) if v in self.plan.channels_last else t
+            v: t.contiguous(memory_format=torch.channels_last)
+            if v in self.plan.channels_last
+            else t
             for v, t in leaves.items()
         }
 
@@ -187,7 +189,7 @@ class Bridge(torch.autograd.Function):
                 "to the first backward"
             )
         _check_versions(ctx)
-        keep = torch._C._autograd._get_current_graph_task_keep_graph()
+        keep = _keeps_graph()
         program: Program = ctx.job.program
         *outputs, penalty = grads
         with torch.no_grad(), _no_autocast():
@@ -201,6 +203,11 @@ class Bridge(torch.autograd.Function):
         if not keep:
             ctx.inputs = None
         return (None, *found)
+
+
+def _keeps_graph() -> bool:
+    """Whether the running backward was called with retain_graph=True."""
+    return torch._C._autograd._get_current_graph_task_keep_graph()  # type: ignore[attr-defined]
 
 
 def _no_autocast() -> AbstractContextManager:
@@ -233,7 +240,5 @@ class _NoThird(torch.autograd.Function):
         )
 
 
-def _forbid_third(
-    grads: Sequence[Tensor | None], inputs: Sequence[Tensor]
-) -> list[Tensor | None]:
+def _forbid_third(grads: Sequence[Tensor | None], inputs: Sequence[Tensor]) -> list[Tensor | None]:
     return [None if g is None else _NoThird.apply(g, *inputs) for g in grads]  # type: ignore[misc]

@@ -18,6 +18,7 @@ import torch
 import torch._decomp
 from torch import Tensor, nn
 from torch.export.graph_signature import InputKind, OutputKind, TensorArgument
+from torch.utils import _pytree as pytree
 
 from .errors import CaptureError
 from .graph import Graph, Meta, Node, Ref, refs
@@ -43,9 +44,7 @@ def capture(net: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> Graph:
 
     Nothing in `net` changes. Raises `CaptureError` with the line of the model that stopped it.
     """
-    args, kwargs = torch.utils._pytree.tree_map_only(
-        Tensor, lambda t: t.detach(), (args, dict(kwargs))
-    )
+    args, kwargs = pytree.tree_map_only(Tensor, lambda t: t.detach(), (args, dict(kwargs)))
     try:
         with warnings.catch_warnings(), torch.enable_grad():
             warnings.simplefilter("ignore")
@@ -268,10 +267,10 @@ def _convert(program: torch.export.ExportedProgram) -> Graph:
     signature = program.graph_signature
     inputs, state, constants = _read_inputs(program, signature, placeholders)
     outputs, mutations = [], {}
-    results = program.graph.output_node().args[0]
+    results: Any = program.graph.output_node().args[0]
     for spec, result in zip(signature.output_specs, results, strict=True):
         if spec.kind is OutputKind.BUFFER_MUTATION:
-            mutations[_inside(spec.target)] = number[result, 0]
+            mutations[_inside(str(spec.target))] = number[result, 0]
         elif spec.kind is OutputKind.USER_OUTPUT:
             is_tensor = isinstance(spec.arg, TensorArgument)
             outputs.append(number[result, 0] if is_tensor else (result,))

@@ -61,7 +61,9 @@ class CheckReport:
     def __str__(self) -> str:
         width = max([len(row.name) for row in self.rows] + [8])
         lines = [self.title] if self.title else []
-        lines.append(f"{'quantity':<{width}}  {'relative error':>14}  {'‖ours‖':>10}  {'‖oracle‖':>10}")
+        lines.append(
+            f"{'quantity':<{width}}  {'relative error':>14}  {'‖ours‖':>10}  {'‖oracle‖':>10}"
+        )
         for row in sorted(self.rows, key=lambda r: -r.error):
             mark = "" if row.error <= self.tolerance else "  ← wrong"
             lines.append(
@@ -165,9 +167,7 @@ def _measure(
     found.update({f"output {i}": out for i, out in enumerate(outputs)})
     found.update({f"∇ input {i}": x.grad for i, x in enumerate(call.x)})
     found.update({f"∇ {n}": p.grad for n, p in model.net.named_parameters() if p.requires_grad})
-    found.update(
-        {f"buffer {n}": b for n, b in model.net.named_buffers() if b.is_floating_point()}
-    )
+    found.update({f"buffer {n}": b for n, b in model.net.named_buffers() if b.is_floating_point()})
     return found
 
 
@@ -201,7 +201,9 @@ def check_rule(
         second = compare(sample.against_differences())
         loose = replace(report, rows=tuple(second), tolerance=1e-4)
         if not loose.passed:
-            raise CheckError(f"{op}: autograd and rule agree, finite differences do not\n{loose}", loose)
+            raise CheckError(
+                f"{op}: autograd and rule agree, finite differences do not\n{loose}", loose
+            )
     if not report.passed:
         raise CheckError(str(report), report)
     return report
@@ -259,9 +261,7 @@ class _Sample:
     def _ours(self) -> tuple[Any, Sequence, Sequence]:
         wanted = tuple(self.floats)
         pulled = self.rule.backward(self.call, self._pack(self.xi), wanted)
-        pushed, bent = self.rule.both(
-            self.call, self._pack(self.xi), tuple(self.q), wanted, True
-        )
+        pushed, bent = self.rule.both(self.call, self._pack(self.xi), tuple(self.q), wanted, True)
         return pushed, pulled, bent
 
     def against_autograd(self) -> dict[str, tuple[Tensor | None, Tensor | None]]:
@@ -311,7 +311,7 @@ class _Sample:
             if x is not None:
                 pairs[f"tangent {i}"] = (pushed[i], (ahead[i] - behind[i]) / (2 * step))
         for i, (g, h) in enumerate(zip(slope_ahead, slope_behind, strict=True)):
-            if g is not None:
+            if g is not None and h is not None:
                 pairs[f"curvature {i}"] = (bent[i], (g - h) / (2 * step))
         scale = sum(float(x.norm()) for x in self.xi if x is not None)
         pairs["scale"] = (torch.tensor(scale), torch.tensor(scale))

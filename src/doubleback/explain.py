@@ -94,9 +94,7 @@ def explain(plan: Plan, penalty: Penalty) -> Explanation:
     kept += sum(_bytes(plan, v) for s in plan.steps if s.keeps_xi for v in s.node.outputs)
     operators: dict[str, dict[str, Any]] = {}
     for step in plan.steps:
-        row = operators.setdefault(
-            str(step.node.op), {"count": 0, "structure": _structure(step)}
-        )
+        row = operators.setdefault(str(step.node.op), {"count": 0, "structure": _structure(step)})
         row["count"] += 1
     return Explanation(
         sweeps, layers, {"plain": 2 * layers - 1, "penalty_and_loss": _paper(layers, penalty)},

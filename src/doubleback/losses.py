@@ -13,7 +13,6 @@ from torch import Tensor
 from .errors import InputError, LabelError
 from .spaces import per_example
 
-
 GPU_CHECKS = 8  # batches of labels whose range is checked on a GPU
 
 
@@ -101,7 +100,7 @@ class CrossEntropy(Loss):
         if y.is_floating_point():
             if tuple(y.shape) != shape:
                 raise LabelError(
-                    f"class probabilities must have the output's shape {shape}, not {tuple(y.shape)}"
+                    f"class probabilities need the output's shape {shape}, not {tuple(y.shape)}"
                 )
             return
         if tuple(y.shape) != positions:
@@ -231,4 +230,3 @@ def _same_shape(name: str, out_shape: Sequence[int], y: Any) -> None:
         raise LabelError(
             f"{name} needs a target of the output's shape {tuple(out_shape)}, not {tuple(y.shape)}"
         )
-

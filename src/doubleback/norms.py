@@ -124,7 +124,7 @@ def as_norm(p: Any) -> Any:
     if hasattr(p, "measure"):
         return p
     if callable(p):
-        return Callback(p)
+        return Callback(p)  # type: ignore[arg-type]
     raise InputError(
         f"norm must be SquaredNorm(), Norm(), Deviation() or a callable, not {type(p).__name__}"
     )

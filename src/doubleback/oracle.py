@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils import _pytree as pytree
 
 from .penalties import Penalty
 
@@ -42,7 +43,5 @@ def autograd_penalty(
         xi = [torch.zeros_like(t) if u is None else u for t, u in zip(leaves, xi, strict=True)]
         value = penalty.reduce(penalty.value(xi, *extra))
     if not graph:
-        result, value = torch.utils._pytree.tree_map_only(
-            Tensor, lambda t: t.detach(), (result, value)
-        )
+        result, value = pytree.tree_map_only(Tensor, lambda t: t.detach(), (result, value))
     return result, value

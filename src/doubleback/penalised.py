@@ -203,15 +203,17 @@ class Penalised(nn.Module):
     # -------------------------------------------------------------------------- arguments
 
     def _loss(self, loss: Any, args: tuple) -> tuple[Any, tuple, Any]:
-        shared = isinstance(self.penalty, LossGradient)
+        own = self.penalty.loss if isinstance(self.penalty, LossGradient) else None
         if loss is None:
-            return (self.penalty.loss if shared else None), args, None  # type: ignore[union-attr]
-        if shared:
-            same = isinstance(loss, str) and type(make_loss(loss)) is type(self.penalty.loss)
-            return (self.penalty.loss if same else make_loss(loss)), args, None  # type: ignore[union-attr]
+            return own, args, None
+        if own is not None:
+            same = isinstance(loss, str) and type(make_loss(loss)) is type(own)
+            return (own if same else make_loss(loss)), args, None
         extras = self.penalty.extras
         if len(args) < extras + 2:
-            raise InputError(f"accumulate(loss={loss!r}) needs the loss's target among its arguments")
+            raise InputError(
+                f"accumulate(loss={loss!r}) needs the loss's target among its arguments"
+            )
         place = len(args) - extras - 1
         return make_loss(loss), args[:place] + args[place + 1 :], args[place]
 

@@ -63,7 +63,8 @@ class Penalty(ABC):
         return self.seed(out, *extra)
 
     def check(self, out_shape: Sequence[int], x: Sequence[Tensor], *extra: Any) -> None:
-        """Raise an `InputError` where the arguments do not fit."""
+        """Raise an `InputError` where the arguments do not fit; nothing to check by default."""
+        return None
 
     def reduce(self, values: Tensor) -> Tensor:
         if self.reduction == "mean":

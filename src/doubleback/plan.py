@@ -123,9 +123,7 @@ def make_plan(
     trained = _flow(graph, wanted, rules)
     reaching = _reaching(inner, rules, active, target)
     moving = _moving(inner, rules, active, trained, reaching, target if varying_seed else None)
-    steps = tuple(
-        _step(n, rules[n.index], active, trained, reaching, moving) for n in inner
-    )
+    steps = tuple(_step(n, rules[n.index], active, trained, reaching, moving) for n in inner)
     for step in steps:
         _check_random(step)
     produced = {v for n in inner for v in n.outputs}

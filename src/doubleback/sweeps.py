@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from .errors import DoublebackError, NonFiniteError, RuleError
 from .plan import Plan, Step
@@ -191,7 +192,7 @@ def finite_watch(plan: Plan) -> Watch:
     """A watch that raises at the first NaN or infinity."""
 
     def watch(sweep: str, step: Step, result: Any) -> None:
-        for part in torch.utils._pytree.tree_leaves(result):
+        for part in pytree.tree_leaves(result):
             bad = (
                 isinstance(part, Tensor)
                 and part.is_floating_point()

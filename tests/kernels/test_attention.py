@@ -433,10 +433,12 @@ def kernels(monkeypatch):
     """The device for the Triton kernels, which float32 reaches under TF32 alone."""
     if attention_triton.triton is None or not (CUDA or INTERPRETED):
         pytest.skip("needs Triton, and a GPU or TRITON_INTERPRET=1")
-    monkeypatch.setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32")
     if INTERPRETED:
         monkeypatch.setattr(attention_triton, "supported", lambda *_: True)
-    return "cuda" if CUDA else "cpu"
+    precision = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    yield "cuda" if CUDA else "cpu"
+    torch.set_float32_matmul_precision(precision)
 
 
 def check_on(device, case, dtype, keep=(True, True, True), factor=1.0):

@@ -30,6 +30,7 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._C._functorch import peek_interpreter_stack  # pyright: ignore
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -103,8 +104,8 @@ def attention_backward(
         return None, None, None
     f = _frame(q, k, v, mask, is_causal, scale, enable_gqa)
     if isinstance(residual, tuple) and residual[1] != _MATH:
-        grads = _stock_backward(f, xi, q, k, v, out, residual, wanted)
-        return tuple(g if w else None for g, w in zip(grads, wanted, strict=True))  # type: ignore
+        dq, dk, dv = _stock_backward(f, xi, q, k, v, out, residual, wanted)
+        return dq, dk, dv
     rows = f.rows(q), f.rows(xi), f.mean(xi, out), f.lse(residual)
     tile = partial(_backward_tile, wanted=tuple(wanted))
     (dq,), (dk, dv) = f.map(tile, rows, (f.columns(k), f.columns(v)))
@@ -361,10 +362,10 @@ class _Frame:
     eager: bool  # results may be written over operands
     limit: int
 
-    def rows(self, t: Maybe) -> Maybe:
+    def rows(self, t: Maybe) -> Any:
         return None if t is None else self._fold(t.to(self.work), self.n, self.g)
 
-    def columns(self, t: Maybe) -> Maybe:
+    def columns(self, t: Maybe) -> Any:
         return None if t is None else self._fold(t.to(self.work), self.m, 1).squeeze(1)
 
     def _fold(self, t: Tensor, length: int, group: int) -> Tensor:
@@ -451,8 +452,8 @@ def _frame(q, k, v, mask, is_causal, scale, enable_gqa) -> _Frame:
             f"{tuple(k.shape)}; pass enable_gqa=True and a number of heads that divides"
         )
     g = hq // h if hq > h > 0 else 1
-    traced = bool(torch._C._len_torch_dispatch_stack()) or torch.compiler.is_compiling()
-    wrapped = torch.is_grad_enabled() or torch._C._functorch.peek_interpreter_stack() is not None
+    traced = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+    wrapped = torch.is_grad_enabled() or peek_interpreter_stack() is not None
     exact = torch.float64 if q.dtype == torch.float64 else torch.float32
     low = q.dtype in (torch.float16, torch.bfloat16)
     return _Frame(
@@ -492,10 +493,10 @@ def _plus(a: Maybe, b: Maybe) -> Maybe:
     return b if a is None else a if b is None else a + b
 
 
-def _cat(parts: Sequence[Maybe], dim: int) -> Maybe:
+def _cat(parts: Sequence[Any], dim: int) -> Any:
     if len(parts) == 1 or parts[0] is None:
         return parts[0]
-    return torch.cat(parts, dim)  # type: ignore[arg-type]
+    return torch.cat(list(parts), dim)
 
 
 def _ranges(length: int, step: int) -> Iterator[tuple[int, int]]:
@@ -514,9 +515,9 @@ def _backend(f: _Frame, q: Tensor, k: Tensor, v: Tensor) -> int:
         t.shape[:-2] != (*f.batch, heads) for t, heads in ((q, f.h * f.g), (k, f.h), (v, f.h))
     )
     foreign = f.mask is not None and f.mask.dtype not in (torch.bool, q.dtype)
-    if not f.shape or spread or foreign or q.device.type not in ("cpu", "cuda"):
-        return _MATH
-    if f.mask is not None and f.causal:
+    both = f.mask is not None and f.causal
+    empty = any(t.numel() == 0 for t in (q, k, v))
+    if not f.shape or spread or foreign or both or empty or q.device.type not in ("cpu", "cuda"):
         return _MATH
     call = partial(_choice, f, f.heads(q, f.g), f.heads(k), f.heads(v))
     backend = call()
@@ -534,10 +535,10 @@ def _choice(f: _Frame, q: Tensor, k: Tensor, v: Tensor) -> int:
     options: Any = {"is_causal": f.causal, "scale": f.scale, "enable_gqa": f.g > 1}
     like: Any = {"device": q.device}
     if not f.traced:
-        return torch._fused_sdp_choice(q, k, v, f.mask, **options)
+        return aten._fused_sdp_choice(q, k, v, f.mask, **options)
     # On the tensors of a trace that function knows no device: watch the real choice on fake ones.
     with _disable_current_modes(), FakeTensorMode(), torch.no_grad(), _Witness() as seen:
-        fakes = [
+        fakes: Any = [
             None if t is None else torch.empty_strided(t.shape, t.stride(), **like, dtype=t.dtype)
             for t in (q, k, v, f.mask)
         ]
@@ -587,7 +588,7 @@ def _stock_forward(backend: int, f: _Frame, q, k, v) -> tuple[Tensor, Residual]:
     return out.reshape(*f.shape, f.n, width), (lse, backend, *kept)
 
 
-def _stock_backward(f: _Frame, xi, q, k, v, out, residual, wanted) -> list[Tensor]:
+def _stock_backward(f: _Frame, xi, q, k, v, out, residual, wanted) -> list[Maybe]:
     _, backend, lse, *rng = residual
     shapes = q.shape, k.shape, v.shape
     bias = _bias(backend, f, q)

@@ -89,7 +89,7 @@ def second(
     (b or 1, Hq or 1, N or 1, M or 1). Under a dispatch mode (tracing, fake tensors) this is one
     node, ``doubleback::attention_second``.
     """
-    traced = torch._C._len_torch_dispatch_stack() or torch.compiler.is_compiling()
+    traced = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
     call = torch.ops.doubleback.attention_second if traced else _launch
     found = iter(call(xi, tq, tk, tv, q, k, v, out, lse, mask, causal, scale, want))
     return tuple(next(found) if w else None for w in want)

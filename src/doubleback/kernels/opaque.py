@@ -75,12 +75,11 @@ def second(
         return standardise_second(
             groups, xi, q, x, mean, rstd, weight, wanted, tangent, fused=not mode.fusing()
         )
-    found = iter(
-        torch.ops.doubleback.standardise_second(
-            xi, q, x, mean, rstd, weight, groups.kind, list(groups.shape), groups.count,
-            groups.rms, list(wanted), tangent,
-        )  # fmt: skip
-    )
+    results = torch.ops.doubleback.standardise_second(
+        xi, q, x, mean, rstd, weight, groups.kind, list(groups.shape), groups.count, groups.rms,
+        list(wanted), tangent,
+    )  # fmt: skip
+    found = iter(results)
     has_weight = wanted[1] and weight is not None
     t_y = next(found) if tangent else None
     s_x = next(found) if wanted[0] else None

@@ -192,10 +192,11 @@ def standardise(
     fused = eager(x, weight, bias) if fused is None else fused
     held, w, b = _stock_arguments(groups, x, weight, bias, fused)
     y, mean, rstd = _stock_forward(groups, held, w, b, eps)
-    if rstd.dtype in _HALF and x.is_cuda:  # CUDA's group norm rounds them to x's dtype
+    if groups.kind == "channels" and held.dtype in _HALF and not x.is_cpu:
+        # CUDA's group norm rounds its statistics to x's dtype, its batch norm does not
         rows = held.contiguous().view(1, rstd.numel(), -1)
-        statistics = torch.batch_norm_stats(rows, eps)  # type: ignore[arg-type]
-        mean, rstd = (s.view(rstd.shape) for s in statistics)
+        _, *statistics = _stock_forward(Groups.batch_norm(), rows, None, None, eps)
+        mean, rstd = (s.view(rstd.shape) for s in statistics)  # type: ignore[union-attr]
     return y.to(x.dtype), mean, rstd
 
 
@@ -286,9 +287,9 @@ def standardise_second(
 
 def _times_weight(groups: Groups, t: Tensor, weight: Tensor | None) -> Tensor:
     """w⊙t, in place."""
-    if weight is not None:
-        groups.split(t).mul_(groups.spread(weight, t))
-    return t
+    if weight is None:
+        return t
+    return groups.split(t).mul_(groups.spread(weight, t)).view(t.shape)
 
 
 # Stock kernels -----------------------------------------------------------------------------------
@@ -309,7 +310,7 @@ def _stock_arguments(
     if fused and not x.is_cpu and same:
         return x, weight, bias
     w, b = (None if p is None else p.float() for p in (weight, bias))
-    if fused and x.is_cpu and not groups.rms:
+    if fused and x.is_cpu and not groups.rms and eager(x):  # fake kernels know no mixed dtypes
         ones = torch.ones(groups.shape or x.shape[1:2], dtype=torch.float32)
         return x, ones if w is None else w, b
     return x if fused and groups.kind == "batch" else x.float(), w, b
@@ -470,9 +471,9 @@ def _row_sums(at: Point, xi: Tensor, mask: list[bool]) -> tuple[Tensor, Tensor]:
     return aten.native_layer_norm_backward(*arguments, [False, *mask])[1:]
 
 
-def _projected(at: Point, q: Tensor, c: Tensor) -> Tensor:
-    """rP(q): the stock backward kernel where there is one."""
-    if at.groups.rms:
+def _projected(at: Point, q: Tensor, c: Tensor | None) -> Tensor:
+    """rP(q): the stock backward kernel where there is one, else from c."""
+    if c is not None and at.groups.rms:
         return (q * at.rstd).addcmul_(at.x, -at.rstd.square() * c)
     t, _, _ = _stock_backward(at._replace(weight=None), q, [True, False, False])
     return t  # type: ignore[return-value]
@@ -490,7 +491,7 @@ def _second_on_cpu(at: Point, xi: Tensor, q: Tensor, mask: Sequence[bool]) -> Th
     """`_second_formula` in about ten passes over memory, with one tensor beside the results."""
     xi, q = at.like_x(xi), at.like_x(q)
     rows, w = at.groups.kind == "rows", at.weight
-    c = _group_mean(at, _cell_sums(at, q)[0])
+    c = _group_mean(at, _cell_sums(at, q)[0]) if mask[1] or at.groups.rms else None
     t = _projected(at, q, c)
     s_x = s_w = None
     if mask[1] or mask[2]:
@@ -500,7 +501,7 @@ def _second_on_cpu(at: Point, xi: Tensor, q: Tensor, mask: Sequence[bool]) -> Th
         if mask[2]:
             s_w = _row_sums(unit, xi, [True, False])[0] if rows else dots.view(-1, at.x.shape[1])
             s_w = s_w if rows else s_w.sum(0)
-        if mask[1]:
+        if c is not None and mask[1]:
             s_x = _source_on_cpu(at, g, dots, t, c)
     return _times_weight(at.groups, t, w) if mask[0] else None, s_x, s_w
 
@@ -521,5 +522,5 @@ def _source_on_cpu(at: Point, g: Tensor, dots: Tensor, t: Tensor, c: Tensor) -> 
         return values.view(*values.shape, *[1] * trailing)
 
     s_x = torch.addcmul(lay(constant), groups.split(x), lay(on_x))
-    s_x.addcmul_(groups.split(t), lay(-r * a)).addcmul_(groups.split(g), lay(on_g))
+    s_x = s_x.addcmul_(groups.split(t), lay(-r * a)).addcmul_(groups.split(g), lay(on_g))
     return s_x.view(x.shape)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from . import arithmetic, attention, bilinear, normalisation, pointwise, pooling, shape, softmax
-from .structures import coordinatewise, generic, linear
 from .structures import bilinear as bilinear_rule
+from .structures import coordinatewise, generic, linear
 from .table import (
     Call,
     Rule,

@@ -65,7 +65,7 @@ def _div() -> Rule:
     def backward(call: Call, y: Tensor, wanted: Sequence[bool]) -> Tensors:
         if constant(call) is not None:
             return (y / constant(call),)
-        w = call.inputs[-1]
+        w = call.value(len(call.inputs) - 1)
         scaled = y / w
         if len(call.inputs) == 1:  # a number divided by a tensor
             return (-scaled * call.out,)
@@ -77,7 +77,7 @@ def _div() -> Rule:
     def tangent(call: Call, q: Tensors) -> Tensor | None:
         if constant(call) is not None:
             return q[0] / constant(call)  # type: ignore[operator]
-        w = call.inputs[-1]
+        w = call.value(len(call.inputs) - 1)
         top = q[0] if len(q) == 2 else None
         if q[-1] is not None:
             top = add(top, -call.out * q[-1])
@@ -86,8 +86,8 @@ def _div() -> Rule:
     def curvature(call: Call, xi: Tensor, q: Tensors, wanted: Sequence[bool]) -> Tensors:
         if constant(call) is not None:
             return (None,)
-        w = call.inputs[-1]
-        scaled = xi / (w * w)  # type: ignore[operator]
+        w = call.value(len(call.inputs) - 1)
+        scaled = xi / (w * w)
         q_u, q_w = (q[0] if len(q) == 2 else None), q[-1]
         s_w = None
         if wanted[-1]:
@@ -143,9 +143,7 @@ def _where() -> Rule:
         out = torch.where(mask, *parts)  # type: ignore[call-overload]
         return out.expand(call.shape)
 
-    return linear(
-        backward=backward, tangent=tangent, structure=Structure.PIECEWISE_LINEAR
-    )
+    return linear(backward=backward, tangent=tangent, structure=Structure.PIECEWISE_LINEAR)
 
 
 def _extremum(larger: bool) -> Rule:
@@ -186,9 +184,7 @@ def _masked_fill() -> Rule:
     def tangent(call: Call, q: Tensors) -> Tensor:
         return clear(call, q[0].expand(call.shape))  # type: ignore[union-attr]
 
-    return linear(
-        lambda call, y: broadcast_adjoint(call, 0, clear(call, y)), tangent=tangent
-    )
+    return linear(lambda call, y: broadcast_adjoint(call, 0, clear(call, y)), tangent=tangent)
 
 
 # --------------------------------------------------------------------------- reductions

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -21,19 +20,23 @@ from .table import Call, Rule, Structure, Tensors, overload
 _GENERIC = generic()
 
 
-def _options(call: Call) -> tuple[Tensor | None, bool, float | None, bool]:
-    return (
-        call.tensor(3, "attn_mask"),
-        call.argument(5, "is_causal", False),
-        call.argument(6, "scale", None),
-        call.argument(7, "enable_gqa", False),
-    )
+def _options(call: Call) -> dict[str, Any]:
+    return {
+        "mask": call.tensor(3, "attn_mask"),
+        "is_causal": call.argument(5, "is_causal", False),
+        "scale": call.argument(6, "scale", None),
+        "enable_gqa": call.argument(7, "enable_gqa", False),
+    }
 
 
 def _qkv(call: Call) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v = call.inputs[:3]
-    assert q is not None and k is not None and v is not None
-    return q, k, v
+    return call.value(0), call.value(1), call.value(2)
+
+
+def _point(call: Call) -> dict[str, Any]:
+    """Where the derivative is taken, by the kernels' names."""
+    q, k, v = _qkv(call)
+    return {"q": q, "k": k, "v": v, "out": call.out, "residual": call.saved, **_options(call)}
 
 
 def _attention() -> Rule:
@@ -41,22 +44,21 @@ def _attention() -> Rule:
     rule on the unfused kernel, the one with a second derivative."""
 
     def forward(call: Call) -> tuple[Tensor, Any]:
-        return attention_forward(*_qkv(call), *_options(call))
+        q, k, v = _qkv(call)
+        return attention_forward(q, k, v, **_options(call))
 
     def backward(call: Call, y: Tensor, wanted: Sequence[bool]) -> Tensors:
         if any(wanted[3:]):
             with sdpa_kernel(SDPBackend.MATH):
                 return _GENERIC.backward(call, y, wanted)
-        grads = attention_backward(
-            y, *_qkv(call), call.out, call.saved, *_options(call), wanted[:3]
-        )
+        grads = attention_backward(y, **_point(call), wanted=wanted[:3])
         return (*grads, *(None for _ in call.inputs[3:]))
 
     def tangent(call: Call, q: Tensors) -> Tensor | None:
         if any(part is not None for part in q[3:]):
             with sdpa_kernel(SDPBackend.MATH):
                 return _GENERIC.tangent(call, q)
-        return attention_tangent(*q[:3], *_qkv(call), call.out, call.saved, *_options(call))
+        return attention_tangent(q[0], q[1], q[2], **_point(call))
 
     def both(
         call: Call, xi: Tensor, q: Tensors, wanted: Sequence[bool], need: bool
@@ -65,7 +67,7 @@ def _attention() -> Rule:
             with sdpa_kernel(SDPBackend.MATH):
                 return _GENERIC.both(call, xi, q, wanted, need)
         t, sources = attention_second(
-            xi, *q[:3], *_qkv(call), call.out, call.saved, *_options(call), wanted[:3], need
+            xi, q[0], q[1], q[2], **_point(call), wanted=wanted[:3], tangent=need
         )
         return t, (*sources, *(None for _ in call.inputs[3:]))
 

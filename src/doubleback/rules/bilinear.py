@@ -92,7 +92,7 @@ def _convolution() -> Rule:
         return (1, *shape) if _unbatched(call) else shape
 
     def pull(call: Call, y: Tensor, wanted: Sequence[bool]) -> Tensors:
-        mask = (*wanted, False)[:3]
+        mask = (wanted[0], wanted[1], len(wanted) > 2 and wanted[2])
         x, weight = call.inputs[:2]
         grads = _operator(call).adjoints(
             None if x is None else batched(call, x), weight, batched(call, y),
@@ -275,9 +275,7 @@ def _einsum_parts(call: Call) -> tuple[list[str], str]:
 def einsum_is_plain(equation: str) -> bool:
     """Two operands, no ellipsis, no repeated letter in one operand."""
     terms = equation.replace(" ", "").partition("->")[0].split(",")
-    return (
-        len(terms) == 2 and "." not in equation and all(len(set(t)) == len(t) for t in terms)
-    )
+    return len(terms) == 2 and "." not in equation and all(len(set(t)) == len(t) for t in terms)
 
 
 def _einsum() -> Rule:

@@ -12,7 +12,7 @@ from ..graph import Ref
 from ..kernels import mode, opaque
 from ..kernels.standardisation import Groups, standardise, standardise_backward
 from .structures import generic
-from .table import Call, Rule, Structure, Tensors, overload
+from .table import Call, Rule, Structure, Tensors, overload, tangent_of
 
 aten = torch.ops.aten
 _GENERIC = generic()
@@ -58,8 +58,9 @@ def standardisation(
     def backward(call: Call, y: Any, wanted: Sequence[bool]) -> Tensors:
         slots = _affine(call, place)
         mask = (wanted[0], *(s is not None and wanted[s] for s in slots))
+        mean, rstd = call.saved
         grads = standardise_backward(
-            groups(call), _main(call, y), _x(call), *call.saved, weight(call), mask,
+            groups(call), _main(call, y), _x(call), mean, rstd, weight(call), mask,
             fused=not mode.fusing(),
         )  # fmt: skip
         return spread(call, *grads)
@@ -76,9 +77,11 @@ def standardisation(
             return _GENERIC.both(call, xi, q, wanted, need)
         slot = _affine(call, place)[0]
         mask = (wanted[0], slot is not None and wanted[slot])
+        mean, rstd = call.saved
         t, s_x, s_w = opaque.second(
-            groups(call), _main(call, xi), q[0], _x(call), *call.saved, weight(call), mask, need  # type: ignore[arg-type]
-        )
+            groups(call), _main(call, xi), tangent_of(q), _x(call), mean, rstd, weight(call), mask,
+            need,
+        )  # fmt: skip
         return (_pack(call, t) if need else None), spread(call, s_x, s_w)
 
     return Rule(
@@ -87,8 +90,7 @@ def standardisation(
 
 
 def _x(call: Call) -> Tensor:
-    assert call.inputs[0] is not None
-    return call.inputs[0]
+    return call.value(0)
 
 
 def _moves_parameters(q: Tensors) -> bool:

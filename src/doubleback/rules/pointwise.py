@@ -54,7 +54,9 @@ def _relu_family() -> dict[str, Rule]:
                 y, v, c.argument(1, "negative_slope", 0.01), False
             ),
         ),
-        "hardtanh.default": piece("input", lambda c, y, v: aten.hardtanh_backward(y, v, *bounds(c))),
+        "hardtanh.default": piece(
+            "input", lambda c, y, v: aten.hardtanh_backward(y, v, *bounds(c))
+        ),
         # written out: the stock kernel multiplies by 1/6 in float32 whatever the dtype
         "hardsigmoid.default": piece("input", lambda c, y, v: torch.where(v.abs() < 3, y / 6, 0)),
         "threshold.default": piece(
@@ -79,8 +81,7 @@ def _rrelu() -> Rule:
     """y = a⊙x with the slopes a of the forward sweep: 1 above zero, drawn or fixed below."""
 
     def forward(call: Call) -> tuple[Tensor, Tensor]:
-        x = call.inputs[0]
-        assert x is not None
+        x = call.value(0)
         low, high = call.argument(1, "lower", 0.125), call.argument(2, "upper", 1 / 3)
         if not call.argument(3, "training", False):
             slope = torch.where(x > 0, 1, torch.full_like(x, (low + high) / 2))
@@ -104,12 +105,10 @@ def _prelu() -> Rule:
         return w.reshape(-1, *(1,) * (dims - 2)) if w.numel() > 1 and dims > 1 else w
 
     def factor(call: Call) -> Tensor:
-        x, w = call.inputs
-        assert x is not None and w is not None
-        return torch.where(x > 0, 1, laid(call, w))
+        return torch.where(call.value(0) > 0, 1, laid(call, call.value(1)))
 
     def below(call: Call, t: Tensor) -> Tensor:
-        return torch.where(call.inputs[0] > 0, 0, t)  # type: ignore[operator]
+        return torch.where(call.value(0) > 0, 0, t)
 
     def per_weight(call: Call, t: Tensor) -> Tensor:
         shape = call.metas[1].shape
@@ -117,7 +116,7 @@ def _prelu() -> Rule:
         return sum_to(t, target).reshape(shape)
 
     def backward(call: Call, y: Tensor, wanted: Sequence[bool]) -> Tensors:
-        x = call.inputs[0]
+        x = call.value(0)
         return (
             y * factor(call) if wanted[0] else None,
             per_weight(call, below(call, y * x)) if wanted[1] else None,
@@ -126,7 +125,7 @@ def _prelu() -> Rule:
     def tangent(call: Call, q: Tensors) -> Tensor | None:
         out = None if q[0] is None else q[0] * factor(call)
         if q[1] is not None:
-            out = add(out, below(call, laid(call, q[1]) * call.inputs[0]))
+            out = add(out, below(call, laid(call, q[1]) * call.value(0)))
         return out
 
     def curvature(call: Call, xi: Tensor, q: Tensors, wanted: Sequence[bool]) -> Tensors:
@@ -137,9 +136,7 @@ def _prelu() -> Rule:
             s_w = per_weight(call, below(call, xi * q[0]))
         return s_x, s_w
 
-    return Rule(
-        Structure.BILINEAR, run, backward, tangent, curvature, curves=lambda i, j: i != j
-    )
+    return Rule(Structure.BILINEAR, run, backward, tangent, curvature, curves=lambda i, j: i != j)
 
 
 # ------------------------------------------------------------------- smooth activations
@@ -190,6 +187,10 @@ def _elu(parameters: Callable[[Call], tuple[float, float, float]]) -> Rule:
     )  # fmt: skip
 
 
+def _alpha(call: Call) -> float:
+    return call.argument(1, "alpha", 1)
+
+
 def _silu_second(call: Call, x: Tensor) -> Tensor:
     s = torch.sigmoid(x)
     return s * (1 - s) * (2 + x * (1 - 2 * s))
@@ -238,7 +239,7 @@ def _smooth_activations() -> dict[str, Rule]:
                        c.argument(3, "input_scale", 1))
         ),
         "selu.default": _elu(lambda c: (SELU_ALPHA, SELU_SCALE, 1)),
-        "celu.default": _elu(lambda c: (c.argument(1, "alpha", 1), 1, 1 / c.argument(1, "alpha", 1))),
+        "celu.default": _elu(lambda c: (_alpha(c), 1, 1 / _alpha(c))),
         "silu.default": known("input", aten.silu_backward, _silu_second, "silu"),
         "mish.default": known("input", aten.mish_backward, _mish_second, "mish"),
         "softplus.default": _softplus(),

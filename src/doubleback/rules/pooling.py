@@ -72,7 +72,7 @@ def _by_indices(forward: Any, spatial: int) -> Rule:
         return there, back, channel
 
     def planes(t: Tensor, there: Sequence[int], axis: int) -> Tensor:
-        return t.permute(there).flatten(axis, axis + spatial - 1)
+        return t.permute(list(there)).flatten(axis, axis + spatial - 1)
 
     def backward(call: Call, y: Any, wanted: Sequence[bool]) -> Tensors:
         y, index = first(call, y), call.saved

@@ -260,7 +260,9 @@ def rules() -> Iterator[tuple[Any, Rule]]:
         _pieces("stack"): ["unbind.int"],
         _slice(): ["slice.Tensor"],
         _select(): ["select.int"],
-        _cast(): ["_to_copy.default", "to.dtype", "to.dtype_layout", "to.device", "type_as.default"],
+        _cast(): [
+            "_to_copy.default", "to.dtype", "to.dtype_layout", "to.device", "type_as.default",
+        ],
         _dropout(): ["native_dropout.default"],
         _overwrite(1): ["copy.default", "fill.Tensor"],
         _identity_on_first(): identical,

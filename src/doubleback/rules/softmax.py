@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .structures import widened
-from .table import Call, Rule, Structure, Tensors, overload
+from .table import Call, Rule, Structure, Tensors, overload, tangent_of
 
 aten = torch.ops.aten
 
@@ -43,10 +43,10 @@ def _softmax() -> Rule:
         return (apply(call, y).to(call.metas[0].dtype),)
 
     def tangent(call: Call, q: Tensors) -> Tensor:
-        return apply(call, q[0])  # type: ignore[arg-type]
+        return apply(call, tangent_of(q))
 
     def curvature(call: Call, xi: Tensor, q: Tensors, wanted: Sequence[bool]) -> Tensors:
-        source = softmax_curvature(call.out, xi, q[0], _dim(call))  # type: ignore[arg-type]
+        source = softmax_curvature(call.out, xi, tangent_of(q), _dim(call))
         return (source.to(call.metas[0].dtype),)
 
     return _general(backward, tangent, curvature)
@@ -62,13 +62,13 @@ def _log_softmax() -> Rule:
 
     def tangent(call: Call, q: Tensors) -> Tensor:
         wide, back = widened(call.out)
-        return back(q[0] - (wide.exp() * q[0]).sum(_dim(call), keepdim=True))
+        return back(tangent_of(q) - (wide.exp() * tangent_of(q)).sum(_dim(call), keepdim=True))
 
     def curvature(call: Call, xi: Tensor, q: Tensors, wanted: Sequence[bool]) -> Tensors:
         dim = _dim(call)
         wide, _ = widened(call.out)
         s = wide.exp()
-        inner = q[0] - (s * q[0]).sum(dim, keepdim=True)
+        inner = tangent_of(q) - (s * tangent_of(q)).sum(dim, keepdim=True)
         total = xi.to(s.dtype).sum(dim, keepdim=True)
         return ((-total * s * inner).to(call.metas[0].dtype),)
 
@@ -91,18 +91,22 @@ def _logsumexp() -> Rule:
         return t
 
     def weights(call: Call) -> Tensor:
-        return torch.exp(call.inputs[0] - keep(call, call.out))
+        return torch.exp(call.value(0) - keep(call, call.out))
 
     def backward(call: Call, y: Tensor, wanted: Sequence[bool]) -> Tensors:
         return (keep(call, y) * weights(call),)
 
     def tangent(call: Call, q: Tensors) -> Tensor:
         kept = call.argument(2, "keepdim", False)
-        return (weights(call) * q[0]).sum(dims(call), keepdim=kept)
+        return (weights(call) * tangent_of(q)).sum(dims(call), keepdim=kept)
 
     def curvature(call: Call, xi: Tensor, q: Tensors, wanted: Sequence[bool]) -> Tensors:
         s = weights(call)
-        return (keep(call, xi) * s * (q[0] - (s * q[0]).sum(dims(call), keepdim=True)),)
+        return (
+            keep(call, xi)
+            * s
+            * (tangent_of(q) - (s * tangent_of(q)).sum(dims(call), keepdim=True)),
+        )
 
     return _general(backward, tangent, curvature, reads=frozenset({"inputs", "output"}))
 

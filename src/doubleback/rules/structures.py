@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import opaque
-from .table import Call, Rule, Structure, Tensors, add, run, sum_to, zeros
+from .table import Call, Rule, Structure, Tensors, add, run, sum_to, tangent_of, zeros
 
 
 def like_output(result: Any, many: bool) -> tuple:
@@ -111,9 +111,9 @@ def bilinear(
     def pull(call: Call, y: Tensor, wanted: Sequence[bool]) -> Tensors:
         grads: list[Tensor | None] = [None] * len(call.inputs)
         if wanted[0]:
-            grads[0] = adjoint0(call, _value(call, 1), y)
+            grads[0] = adjoint0(call, call.value(1), y)
         if wanted[1]:
-            grads[1] = adjoint1(call, _value(call, 0), y)
+            grads[1] = adjoint1(call, call.value(0), y)
         if len(wanted) > 2 and wanted[2] and bias is not None:
             grads[2] = bias(call, y)
         return grads
@@ -121,9 +121,9 @@ def bilinear(
     def tangent(call: Call, q: Tensors) -> Tensor | None:
         out = None
         if q[0] is not None:
-            out = product(call, q[0], _value(call, 1))
+            out = product(call, q[0], call.value(1))
         if q[1] is not None:
-            out = add(out, product(call, _value(call, 0), q[1]))
+            out = add(out, product(call, call.value(0), q[1]))
         if len(q) > 2 and q[2] is not None:
             shift = offset(call, q[2]) if offset is not None else q[2]
             out = add(out, shift)
@@ -152,12 +152,6 @@ def bilinear(
     )
 
 
-def _value(call: Call, position: int) -> Tensor:
-    value = call.inputs[position]
-    assert value is not None, f"{call.node} reads an input that was freed"
-    return value
-
-
 # ---------------------------------------------------------------------- coordinate-wise
 
 
@@ -179,7 +173,7 @@ def coordinatewise(
     """
 
     def value(call: Call) -> Tensor:
-        return call.out if of == "output" else _value(call, 0)
+        return call.out if of == "output" else call.value(0)
 
     def scale(call: Call, y: Tensor) -> Tensor:
         if fused is not None:
@@ -208,16 +202,11 @@ def coordinatewise(
             scale(call, y) if wanted[0] else None,
             *(None for _ in call.inputs[1:]),
         ),
-        tangent=lambda call, q: scale(call, _tangent(q)),
+        tangent=lambda call, q: scale(call, tangent_of(q)),
         curvature=None if piecewise else curvature,
         reads=frozenset({"output" if of == "output" else "inputs"}),
         curves=(lambda i, j: False) if piecewise else (lambda i, j: True),
     )
-
-
-def _tangent(q: Tensors) -> Tensor:
-    assert q[0] is not None
-    return q[0]
 
 
 def widened(value: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:

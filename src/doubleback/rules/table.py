@@ -67,6 +67,13 @@ class Call:
             return self.node.args[position]
         return self.node.kwargs.get(name, default)
 
+    def value(self, slot: int) -> Tensor:
+        """The value of a tensor input that the rule declared to read."""
+        found = self.inputs[slot]
+        if found is None:
+            raise RuleError(f"{self.node} reads input {slot}, which its rule does not declare")
+        return found
+
     def tensor(self, position: int, name: str) -> Tensor | None:
         """A tensor argument by position or by name; None where it was left out."""
         found = self.argument(position, name)
@@ -170,6 +177,13 @@ def overload(name: str) -> Any | None:
     packet, _, which = name.partition(".")
     found = getattr(torch.ops.aten, packet, None)
     return getattr(found, which or "default", None) if found is not None else None
+
+
+def tangent_of(q: Tensors, slot: int = 0) -> Tensor:
+    """The tangent of an input that is known to move."""
+    found = q[slot]
+    assert found is not None
+    return found
 
 
 def zeros(meta: Meta) -> Tensor:
