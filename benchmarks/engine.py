@@ -1,6 +1,6 @@
 """What a penalised training step costs, side by side with plain training and with other libraries.
 
-    PYTHONPATH=src python benchmarks/engine.py --out benchmarks/results/engine.json
+    PYTHONPATH=src python benchmarks/engine.py --out benchmarks/results/engine-h200.json
     PYTHONPATH=src python benchmarks/engine.py --small --device cpu
 
 Every network and dtype runs in a process of its own with a time limit; the output file is rewritten
@@ -56,6 +56,11 @@ def arguments() -> argparse.Namespace:
     add("--budget-seconds", type=float, help="for the whole run")
     add("--limit-seconds", type=float, default=420.0, help="for one network and dtype")
     add("--warm-cache", action="store_true", help="first compile everything in parallel")
+    add("--together", action="store_true", help="compile all at once, then measure one by one")
+    add("--start-by", type=float, default=300.0, help="with --together: seconds for compiling")
+    add(
+        "--no-exact", action="store_true", help="compare with stock autograd in the same dtype only"
+    )
     add("--compile-only", action="store_true", help="do that and nothing else")
     add(
         "--jobs", type=int, default=max(1, (os.cpu_count() or 2) // 2), help="parallel compilations"
@@ -63,7 +68,13 @@ def arguments() -> argparse.Namespace:
     add("--cache-dir", type=Path, default=Path(tempfile.gettempdir()) / "doubleback-benchmarks")
     add("--jax-python", default=sys.executable, help="the interpreter that has JAX")
     add("--out", type=Path, help="JSON file")
-    add("--combine", nargs="+", type=Path, metavar="JSON", help="merge results; measures nothing")
+    add(
+        "--combine",
+        nargs="+",
+        type=Path,
+        metavar="JSON",
+        help="merge results, of --methods; measures nothing",
+    )
     chosen = parser.parse_args()
     chosen.device = chosen.device or ("cuda" if torch.cuda.is_available() else "cpu")
     cpu = chosen.device == "cpu"
@@ -113,6 +124,7 @@ def environment(chosen: argparse.Namespace, threads: int | None = None) -> dict[
     variables.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     if chosen.device == "cpu":
         variables.setdefault("JAX_PLATFORMS", "cpu")
+        variables.setdefault("OMP_WAIT_POLICY", "passive")  # spinning ruins shared cores' timings
     if threads is not None:
         variables["TORCHINDUCTOR_COMPILE_THREADS"] = str(threads)
     return variables
@@ -160,6 +172,7 @@ class Task:
         self.torch_methods = [name for name in names if name not in methods.JAX]
         self.jax_methods = [name for name in names if name in methods.JAX]
         self.compile_only = compile_only
+        self.turns: dict[str, Any] | None = None
         self.size = nets.TABLE[net].size(chosen.small)
 
     @property
@@ -194,6 +207,8 @@ class Task:
             "cap_s": self.chosen.cap_seconds,
             "limit_s": limit_s,
             "compile_only": self.compile_only,
+            "exact": not self.chosen.no_exact,
+            "turns": self.turns,
             "export": str(folder) if self.jax_methods else None,
             "result": str(result),
         }
@@ -311,6 +326,48 @@ def warm_cache(chosen: argparse.Namespace, deadline: float) -> None:
         choice.unlink()
 
 
+def together(chosen: argparse.Namespace, document: dict[str, Any], deadline: float) -> None:
+    """All workers at once: they compile side by side, then measure one after the other.
+
+    Compiled methods have a worker of their own beside the eager ones, so that a compiler that
+    does not come to an end costs no other number. JAX, which compiles while it measures, is left
+    out.
+    """
+    tasks = []
+    for net, dtype in ((net, dtype) for net in chosen.nets for dtype in chosen.dtypes):
+        names = [name for name in selected(chosen, net) if name not in methods.JAX]
+        compiled = [name for name in names if methods.parse(name)[0].compiled]
+        eager = [name for name in names if name not in compiled]
+        tasks += [
+            Task(chosen, net, dtype, part, compile_only=False)
+            for part in (eager, ["plain", *compiled] if compiled else [])
+            if part
+        ]
+    limit = min(deadline - time.monotonic(), chosen.limit_seconds)
+    threads = max(2, (os.cpu_count() or 2) // 4)
+    with tempfile.TemporaryDirectory() as folder:
+        for task in tasks:
+            task.turns = {
+                "folder": folder,
+                "workers": len(tasks),
+                "start_by": time.time() + chosen.start_by,
+            }
+        with ThreadPoolExecutor(len(tasks)) as pool:
+            found = list(pool.map(lambda task: task.run(limit, threads), tasks))
+    for task, facts in zip(tasks, found, strict=True):
+        document["hardware"] = facts.get("hardware", document["hardware"])
+        document["versions"] |= facts.get("versions", {})
+        weight = nets.TABLE[task.net].weight
+        rows = report.complete(task.net, task.dtype, task.size.batch, weight, facts)
+        known = {
+            (r["net"], r["dtype"], r["method"]) for r in document["results"] if r["ms"] is not None
+        }
+        document["results"] += [r for r in rows if (r["net"], r["dtype"], r["method"]) not in known]
+        print(f"\n{task.net} {task.dtype}, batch {task.size.batch}")
+        report.show(rows)
+    report.write(chosen.out, document)
+
+
 def timed_pass(chosen: argparse.Namespace, document: dict[str, Any], deadline: float) -> None:
     pairs = [(net, dtype) for net in chosen.nets for dtype in chosen.dtypes]
     for i, (net, dtype) in enumerate(pairs):
@@ -337,6 +394,9 @@ def main() -> int:
     chosen = arguments()
     if chosen.combine:
         document = report.combine([json.loads(path.read_text()) for path in chosen.combine])
+        if chosen.methods:
+            kept = {methods.known()[method] for method in chosen.methods}
+            document["results"] = [r for r in document["results"] if r["method"] in kept]
         report.write(chosen.out, document)
         report.overview(document["results"])
         return 0
@@ -356,7 +416,7 @@ def main() -> int:
         "small": chosen.small,
         "results": [],
     }
-    timed_pass(chosen, document, deadline)
+    (together if chosen.together else timed_pass)(chosen, document, deadline)
     print()
     report.overview(document["results"])
     return 0

@@ -67,16 +67,22 @@ def complete(net: str, dtype: str, batch: int, weight: float, facts: dict[str, A
     return rows
 
 
+def _place(row: Row) -> tuple[str, str, str]:
+    return row["net"], row["dtype"], row["method"]
+
+
 def combine(documents: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Several runs as one document: a later run's network and dtype replace an earlier one's."""
+    """Several runs as one document: a later run's row replaces an earlier one's for the same
+    network, dtype and method. Ratios stay those of the run in which they were measured."""
     together = {**documents[-1], "results": []}
     machines = {json.dumps([d["hardware"], d["versions"], d["small"]]) for d in documents}
     if len(machines) > 1:
         raise SystemExit(f"not from the same machine and sizes: {sorted(machines)}")
     for document in documents:
-        new = {(row["net"], row["dtype"]) for row in document["results"]}
-        old = [row for row in together["results"] if (row["net"], row["dtype"]) not in new]
-        together["results"] = old + document["results"]
+        measured = [row for row in document["results"] if row.get("ms") is not None]
+        new = {_place(row) for row in measured}
+        old = [row for row in together["results"] if _place(row) not in new]
+        together["results"] = old + measured
     together["command"] = "\n".join(dict.fromkeys(d["command"] for d in documents))
     return together
 

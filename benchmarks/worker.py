@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import fcntl
 import gc
 import json
 import os
 import platform
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -80,14 +82,15 @@ def evaluate(step: methods.Step, net: nn.Module, x: Tensor, y: Tensor) -> dict[s
     }
 
 
-def references(net: nn.Module, x: Tensor, y: Tensor, weight: float) -> dict[str, dict]:
+def references(net: nn.Module, x: Tensor, y: Tensor, weight: float, exact: bool) -> dict[str, dict]:
     """What plain and penalised steps must give, by autograd.
 
     'stock' in the network's own dtype, 'exact' from the same numbers in float64 on a CPU, and in
     float32 without tf32 on a GPU. One that fails (out of memory, say) is left out.
     """
     found = {}
-    for precision in ("stock", "exact"):
+    torch.backends.cudnn.benchmark = False  # one step is not worth a search for the best kernels
+    for precision in ("stock", "exact") if exact else ("stock",):
         for kind, method in (("plain", "plain"), ("penalised", "stock")):
             copied, x_copy = net, x
             try:
@@ -106,6 +109,7 @@ def references(net: nn.Module, x: Tensor, y: Tensor, weight: float) -> dict[str,
                 allow_tf32(True)
             del copied, x_copy
             tidy(x.is_cuda)
+    torch.backends.cudnn.benchmark = True
     return found
 
 
@@ -214,6 +218,19 @@ class Report:
         self.facts["rows"].setdefault(method, {"error": None}).update(values)
 
 
+@contextlib.contextmanager
+def turn(folder: str, workers: int, start_by: float) -> Iterator[None]:
+    """Wait until all workers have compiled (or until `start_by`, seconds since the epoch), then
+    have the device to oneself: one worker measures at a time."""
+    place = Path(folder)
+    (place / f"ready-{os.getpid()}").touch()
+    while len(list(place.glob("ready-*"))) < workers and time.time() < start_by:
+        time.sleep(0.2)
+    with open(place / "turn", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
 class Worker:
     def __init__(self, job: dict[str, Any]):
         self.job = job
@@ -290,10 +307,20 @@ class Worker:
             self.guarded(method, self.first_call)
 
     def run(self) -> None:
-        known = references(self.net, *self.sets[-1], self.weight)
+        known = references(self.net, *self.sets[-1], self.weight, self.job["exact"])
         if self.job["export"]:
             export(Path(self.job["export"]), self.net, self.sets, known)
         spare = 0.2 * self.job["limit_s"]  # kept for the rounds below
+        if self.job["turns"]:
+            early = [m for m in self.job["methods"] if methods.parse(m)[0].compiled]
+            for method in early:
+                self.guarded(method, self.first_call)
+            with turn(**self.job["turns"]):
+                for method in self.job["methods"]:  # cuDNN is tuned on a device of one's own
+                    if method in self.steps or self.guarded(method, self.first_call):
+                        self.guarded(method, self.measure, known)
+                self.rounds()
+            return
         for method in self.job["methods"]:
             if time.monotonic() > self.deadline - spare:
                 self.report.row(method, error="not run: time limit")

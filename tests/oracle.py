@@ -170,9 +170,9 @@ def penalised_inputs(net: nn.Module, args: tuple, kwargs: dict, wrt) -> list[Ten
 @contextlib.contextmanager
 def twice_differentiable():
     """Stock paths that have a second derivative: the math kernel of attention, and hardsigmoid
-    (whose own backward has none) written as a clamp."""
-    clamp = lambda x, inplace=False: torch.clamp(x / 6 + 0.5, 0.0, 1.0)  # noqa: E731
-    with sdpa_kernel(SDPBackend.MATH), mock.patch.object(F, "hardsigmoid", clamp):
+    (whose own backward has none, and rounds 1/6 to float32) as a hardtanh, flat at both ends."""
+    hardsigmoid = lambda x, inplace=False: F.hardtanh(x / 6 + 0.5, 0.0, 1.0)  # noqa: E731
+    with sdpa_kernel(SDPBackend.MATH), mock.patch.object(F, "hardsigmoid", hardsigmoid):
         yield
 
 

@@ -160,7 +160,8 @@ class Mixer(nn.Module):
         super().__init__()
         self.stem = nn.Conv2d(2, d, 4, 4)
         self.norms = nn.ModuleList(nn.LayerNorm(d) for _ in range(3))
-        self.tokens = nn.Sequential(nn.Linear(n, 5), nn.GELU(), nn.Linear(5, n))
+        # no last bias: the layer norms that follow would cancel it, and its gradient be rounding
+        self.tokens = nn.Sequential(nn.Linear(n, 5), nn.GELU(), nn.Linear(5, n, bias=False))
         self.channels = nn.Sequential(nn.Linear(d, 7), nn.GELU(), nn.Linear(7, d))
         self.head = nn.Linear(d, 4)
 

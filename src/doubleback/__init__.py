@@ -1,5 +1,6 @@
 """doubleback: training with derivatives in the loss, at close to the price of training without."""
 
+from . import operators, spaces
 from .check import CheckReport, check, check_rule
 from .counting import Operations, count_operations
 from .errors import (
@@ -53,6 +54,8 @@ __all__ = [
     "check",
     "check_rule",
     "count_operations",
+    "operators",
     "register_rule",
+    "spaces",
     "unregister_rule",
 ]

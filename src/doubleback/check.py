@@ -180,6 +180,7 @@ def check_rule(
     rule: Rule | None = None,
     tolerance: float = TOLERANCE,
     finite_differences: bool = True,
+    wrt: Sequence[int] | None = None,
     seed: int = 0,
     **kwargs: Any,
 ) -> CheckReport:
@@ -187,14 +188,15 @@ def check_rule(
 
     op: an ATen overload, `torch.ops.aten.tanh.default`; args: float64 sample arguments. Checked:
     forward, backward, tangent, curvature, and the structure flags that the planner trusts (a
-    linear or piecewise linear rule must have no curvature). Raises `CheckError`.
+    linear or piecewise linear rule must have no curvature). wrt: which tensor arguments are
+    differentiated, all floating-point ones if left out. Raises `CheckError`.
 
     >>> import torch, doubleback as db
     >>> report = db.check_rule(torch.ops.aten.tanh.default, torch.randn(4, dtype=torch.float64))
     >>> report.worst < 1e-10
     True
     """
-    sample = _Sample(op, args, kwargs, rule or find_rule(op), seed)
+    sample = _Sample(op, args, kwargs, rule or find_rule(op), wrt, seed)
     rows = compare(sample.against_autograd())
     report = CheckReport(tuple(rows), tolerance, f"{op}: rule against autograd")
     if report.passed and finite_differences:
@@ -212,7 +214,9 @@ def check_rule(
 class _Sample:
     """One operator call with random cotangents and tangents for every floating-point input."""
 
-    def __init__(self, op: Any, args: tuple, kwargs: dict, rule: Rule, seed: int) -> None:
+    def __init__(
+        self, op: Any, args: tuple, kwargs: dict, rule: Rule, wrt: Sequence[int] | None, seed: int
+    ) -> None:
         self.rule = rule
         self.generator = torch.Generator().manual_seed(seed)
         tensors: list[Tensor] = []
@@ -236,7 +240,7 @@ class _Sample:
         node = Node(0, "sample", op, args, kwargs, tuple(range(len(tensors))), (0,), many, "sample")
         self.inputs = tensors
         self.call = Call(node, tuple(tensors), metas)
-        self.floats = [m.differentiable for m in metas]
+        self.floats = [m.differentiable and (wrt is None or i in wrt) for i, m in enumerate(metas)]
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             out, saved = rule.forward(self.call)
@@ -244,7 +248,12 @@ class _Sample:
         self.outs = tuple(out) if many else (out,)
         self.call.out = out
         self.call.shape = tuple(self.outs[0].shape)
-        self.xi = [self._random(o) if o.is_floating_point() else None for o in self.outs]
+        leaves = [t.clone().requires_grad_(f) for t, f in zip(tensors, self.floats, strict=True)]
+        has_derivative = [o.requires_grad for o in self._stock(leaves)]
+        self.xi = [
+            self._random(o) if has else None
+            for o, has in zip(self.outs, has_derivative, strict=True)
+        ]
         self.q = [self._random(t) if f else None for t, f in zip(tensors, self.floats, strict=True)]
 
     def _random(self, like: Tensor) -> Tensor:

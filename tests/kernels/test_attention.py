@@ -498,6 +498,25 @@ def test_triton_is_one_operator(kernels):
         torch.library.opcheck(operator, (*args, None, True, scale, [True, True, False, True]))
 
 
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("width", [64, 20])
+@pytest.mark.parametrize("backend", ["_FLASH", "_EFFICIENT", "_CUDNN"])
+def test_cuda_operators_fit(backend, width, masked, monkeypatch):
+    """What CUDA's forward operators return is what their backward takes: shapes, without a GPU."""
+    if masked and backend == "_FLASH":
+        pytest.skip("flash attention has no masks")
+    monkeypatch.setattr(attention, "_backend", lambda *_: getattr(attention, backend))
+    q, k = (torch.empty(2, 3, n, width, dtype=torch.bfloat16, device="meta") for n in (7, 9))
+    layout = (torch.empty(7, 9, dtype=torch.bool, device="meta") if masked else None, False)
+    out, residual = attention_forward(q, k, k, *layout)
+    assert out.shape == q.shape and residual[0].shape == (2, 3, 7)
+    grads = attention_backward(out, q, k, k, out, residual, *layout)
+    t_out, sources = attention_second(out, q, k, k, q, k, k, out, residual, *layout)
+    assert t_out.shape == q.shape
+    for found in (grads, sources):
+        assert [g.shape for g in found] == [q.shape, k.shape, k.shape]
+
+
 @pytest.mark.skipif(not CUDA, reason="needs a GPU")
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("name", [*CASES, *LARGE])

@@ -40,10 +40,10 @@ from . import attention_triton
 
 aten = torch.ops.aten
 
-# Scores per block: a CPU block stays in cache, a CUDA block fills the device, and a traced program
-# (where every block becomes its own nodes) has few blocks.
-BLOCK_ELEMENTS = {"cpu": 2**19, "cuda": 2**25, "traced": 2**25}
-_ROWS = 64  # fewer rows make thin products: heads are split before rows are
+# Scores per block: a CPU block stays near the cache, a CUDA block fills the device, and a traced
+# program, where every block becomes nodes of its own, has few blocks.
+BLOCK_ELEMENTS = {"cpu": 2**21, "cuda": 2**25, "traced": 2**25}
+_ROWS = 256  # fewer rows make thin products: heads are split before rows are
 
 _MATH, _FLASH, _EFFICIENT, _CUDNN = (
     int(b.value)
@@ -106,7 +106,7 @@ def attention_backward(
     if isinstance(residual, tuple) and residual[1] != _MATH:
         dq, dk, dv = _stock_backward(f, xi, q, k, v, out, residual, wanted)
         return dq, dk, dv
-    rows = f.rows(q), f.rows(xi), f.mean(xi, out), f.lse(residual)
+    rows = f.rows(q), f.rows(xi), f.mean(xi, out), _finite(f.lse(residual))
     tile = partial(_backward_tile, wanted=tuple(wanted))
     (dq,), (dk, dv) = f.map(tile, rows, (f.columns(k), f.columns(v)))
     return f.unfold(dq, q, f.g), f.unfold(dk, k), f.unfold(dv, v)
@@ -192,7 +192,7 @@ def _blocked_second(f: _Frame, xi, tangents, q, k, v, out, residual, run) -> lis
         left = f.rows(_beside(tq, None if tk is None else q)) * f.scale
         right = f.columns(_beside(None if tq is None else k, tk))
         mean = None if xi is None else f.mean(xi, out)
-    rows = f.rows(q), f.rows(tq), f.rows(xi), left, f.lse(residual), mean
+    rows = f.rows(q), f.rows(tq), f.rows(xi), left, _finite(f.lse(residual)), mean
     columns = f.columns(k), f.columns(tk), f.columns(v), f.columns(tv), right
     row, column = f.map(partial(_second_tile, run=run), rows, columns)
     return f.unfold_all([*row, *column], out, q, k, v)
@@ -356,6 +356,7 @@ class _Frame:
     mask: Maybe  # (b or 1, h·g or 1, N or 1, M or 1)
     causal: bool
     scale: float
+    dtype: torch.dtype  # of q, k and v
     work: torch.dtype  # of the operands of products
     exact: torch.dtype  # of the softmax and of sums
     traced: bool
@@ -373,10 +374,10 @@ class _Frame:
         return t.reshape(self.b * self.h, group, length, t.shape[-1])
 
     def heads(self, t: Maybe, group: int = 1) -> Any:
-        """`t` as (b, h·group, length, ·); a view where strides allow one."""
+        """`t` as (b, h·group, length, ·) in q's dtype; a view where strides allow one."""
         if t is None:
             return None
-        t = t.expand(*self.batch, self.h * group, *t.shape[-2:])
+        t = t.to(self.dtype).expand(*self.batch, self.h * group, *t.shape[-2:])
         return t.reshape(self.b, self.h * group, *t.shape[-2:])
 
     def mean(self, xi: Tensor, out: Tensor) -> Tensor:
@@ -388,7 +389,7 @@ class _Frame:
         """(z, g, N, 1); cuDNN keeps a last axis of 1, efficient attention pads N to 32s."""
         lse = residual[0] if isinstance(residual, tuple) else residual
         lse = lse.squeeze(-1) if lse.dim() > len(self.shape) + 1 else lse
-        return self._fold(_finite(lse[..., : self.n, None].to(self.exact)), self.n, self.g)
+        return self._fold(lse[..., : self.n, None].to(self.exact), self.n, self.g)
 
     def unfold(self, t: Maybe, like: Tensor, group: int = 1) -> Maybe:
         """Back to the shape and dtype of `like`, summed over the axes along which it was spread."""
@@ -467,6 +468,7 @@ def _frame(q, k, v, mask, is_causal, scale, enable_gqa) -> _Frame:
         mask=None if mask is None else _mask4(mask, batch, n, m),
         causal=is_causal,
         scale=1 / math.sqrt(q.shape[-1]) if scale is None else float(scale),
+        dtype=q.dtype,
         work=q.dtype if low and q.is_cuda else exact,
         exact=exact,
         traced=traced,

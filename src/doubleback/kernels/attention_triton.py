@@ -203,7 +203,7 @@ def _probabilities(
     CAUSAL: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """P = exp(s y + mask − lse); rows and columns lie along the axes of y, in either order."""
-    keep = columns < M
+    keep = (columns < M) & (lse > float("-inf"))  # a row of scores −∞ has P = 0
     if CAUSAL:
         keep = keep & (columns <= rows)
     exponent = (y * scale - lse) * 1.4426950408889634

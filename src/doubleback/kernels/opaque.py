@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from . import mode, pointwise_triton
-from .standardisation import Groups, standardise_second
+from .standardisation import Groups, layout, standardise_second
 
 # -------------------------------------------------------------------- g″⊙h⊙ξ in one pass
 
@@ -50,8 +50,8 @@ def _second(
 
 
 def _second_fake(xi, q, x, mean, rstd, weight, kind, shape, count, rms, wanted, tangent):
-    found = [torch.empty_like(x)] * (int(tangent) + int(wanted[0]))
-    found = [torch.empty_like(t) for t in found]
+    form = layout(Groups(kind, tuple(shape), count, rms), x)
+    found = [torch.empty_like(x, memory_format=form) for need in (tangent, wanted[0]) if need]
     if wanted[1] and weight is not None:
         found.append(torch.empty_like(weight))
     return found

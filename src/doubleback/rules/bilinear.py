@@ -255,10 +255,18 @@ def _mul() -> Rule:
             return q[0] * scalar(call)  # type: ignore[operator]
         return two.tangent(call, q)
 
+    def curvature(call: Call, xi: Tensor, q: Tensors, wanted: Sequence[bool]) -> Tensors:
+        if len(call.inputs) == 1:
+            return (None,)
+        assert two.curvature is not None
+        return two.curvature(call, xi, q, wanted)
+
     def reads_inputs(live: Sequence[bool]) -> Sequence[bool]:
         return (False,) if len(live) == 1 else (live[1], live[0])
 
-    return replace(two, backward=backward, tangent=tangent, reads_inputs=reads_inputs)
+    return replace(
+        two, backward=backward, tangent=tangent, curvature=curvature, reads_inputs=reads_inputs
+    )
 
 
 def _einsum_parts(call: Call) -> tuple[list[str], str]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .structures import linear
-from .table import Call, Rule, Structure, Tensors, overload, run, sum_to
+from .table import Call, Rule, Structure, Tensors, overload, run, sum_to, tangent_of
 
 aten = torch.ops.aten
 
@@ -168,6 +168,18 @@ def _dropout() -> Rule:
     )
 
 
+def _pad() -> Rule:
+    """Padding with a constant, which has no tangent; the transpose crops."""
+
+    def tangent(call: Call, q: Tensors) -> Tensor:
+        return aten.constant_pad_nd(tangent_of(q), call.argument(1, "pad"), 0)
+
+    def transpose(call: Call, y: Tensor) -> Tensor:
+        return aten.constant_pad_nd(y, [-p for p in call.argument(1, "pad")], 0)
+
+    return linear(transpose, tangent=tangent)
+
+
 def _overwrite(position: int) -> Rule:
     """copy(u, w) and fill(u, w): y = w, broadcast to the shape of u."""
 
@@ -213,7 +225,7 @@ def rules() -> Iterator[tuple[Any, Rule]]:
         "flatten.using_ints", "unflatten.int", "view_as.default", "reshape_as.default",
     ]  # fmt: skip
     by_reverse_mode = [
-        "constant_pad_nd.default", "reflection_pad1d.default", "reflection_pad2d.default",
+        "reflection_pad1d.default", "reflection_pad2d.default",
         "reflection_pad3d.default", "replication_pad1d.default", "replication_pad2d.default",
         "replication_pad3d.default", "roll.default", "flip.default", "rot90.default",
         "tril.default", "triu.default", "diagonal.default", "diag_embed.default",
@@ -226,7 +238,7 @@ def rules() -> Iterator[tuple[Any, Rule]]:
         "select_scatter.default", "slice_scatter.default", "index_copy.default",
         "scatter.src", "masked_scatter.default", "trace.default", "broadcast_to.default",
         "real.default", "imag.default", "view_as_real.default", "view_as_complex.default",
-        "expand_as.default", "as_strided.default", "lerp.Scalar", "fft_fft.default",
+        "expand_as.default", "lerp.Scalar", "fft_fft.default",
         "fft_ifft.default", "fft_rfft.default", "fft_irfft.default", "fft_fft2.default",
         "fft_ifft2.default", "fft_rfft2.default", "fft_irfft2.default", "fft_fftn.default",
         "fft_ifftn.default", "fft_rfftn.default", "fft_irfftn.default", "fft_fftshift.default",
@@ -264,6 +276,7 @@ def rules() -> Iterator[tuple[Any, Rule]]:
             "_to_copy.default", "to.dtype", "to.dtype_layout", "to.device", "type_as.default",
         ],
         _dropout(): ["native_dropout.default"],
+        _pad(): ["constant_pad_nd.default"],
         _overwrite(1): ["copy.default", "fill.Tensor"],
         _identity_on_first(): identical,
         _gather_like(): by_reverse_mode,

@@ -1,0 +1,161 @@
+"""Every rule of the table against autograd and finite differences; a wrong one is caught."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import doubleback as db
+from doubleback.graph import Meta, Node, Ref
+from doubleback.rules import Call, Structure, find_rule, registered
+from doubleback.rules.table import overload
+from samples import SAMPLES, WITHOUT, WRT
+
+aten = torch.ops.aten
+NAMES = sorted(SAMPLES)
+
+
+def name_of(op) -> str:
+    return f"{op._schema.name.rpartition('::')[2]}.{op._overloadname}"
+
+
+def test_every_rule_has_a_sample():
+    """A new operator touches the table and the list of samples; this asks for the second."""
+    missing = [
+        name_of(op)
+        for op in registered()
+        if name_of(op) not in SAMPLES
+        and name_of(op) not in WITHOUT
+        and find_rule(op).structure is not Structure.CONSTANT
+        and not name_of(op).startswith("fft_")
+    ]
+    assert missing == []
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rule(name):
+    op = overload(name)
+    assert op is not None, f"this torch has no aten.{name}"
+    assert find_rule(op).own, f"{name} has no rule of its own"
+    for make in SAMPLES[name]:
+        args, kwargs = make()
+        with sdpa_kernel(
+            SDPBackend.MATH
+        ):  # for the oracle: fused attention has no second derivative
+            db.check_rule(op, *args, wrt=WRT.get(name), **kwargs)
+
+
+def test_hardsigmoid_against_its_formula():
+    """clamp(x/6 + 1/2, 0, 1): stock autograd stops at the first derivative of the operator."""
+    x, y = torch.linspace(-4, 4, 40).double(), torch.randn(40).double()
+    leaf = x.clone().requires_grad_()
+    (expected,) = torch.autograd.grad((leaf / 6 + 0.5).clamp(0, 1), leaf, y)
+    rule = find_rule(aten.hardsigmoid.default)
+    node = Node(0, "h", aten.hardsigmoid.default, (Ref(0),), {}, (0,), (1,), False, "")
+    call = Call(node, (x,), (Meta((40,), x.dtype, x.device),))
+    torch.testing.assert_close(rule.backward(call, y, (True,))[0], expected)
+    torch.testing.assert_close(rule.tangent(call, (y,)), expected)
+
+
+def test_flags_that_the_planner_trusts():
+    """linear and piecewise linear: no curvature function at all, and no pair of inputs curves."""
+    for op in registered():
+        rule = find_rule(op)
+        if rule.structure in (Structure.LINEAR, Structure.PIECEWISE_LINEAR):
+            assert rule.curvature is None and rule.tangent_curvature is None, op
+            assert not any(rule.curves(i, j) for i in range(3) for j in range(3)), op
+
+
+def test_linear_rules_are_linear():
+    """A(u + q) − A(u) = A q: step size 1, since a linear map has no truncation error."""
+    checked = 0
+    for name, makers in SAMPLES.items():
+        op = overload(name)
+        if find_rule(op).structure is not Structure.LINEAR:
+            continue
+        for make in makers:
+            args, kwargs = make()
+            x = args[0]
+            if not (isinstance(x, torch.Tensor) and x.is_floating_point()):
+                continue
+            step = torch.randn(x.shape, dtype=x.dtype, generator=torch.Generator().manual_seed(3))
+            here, there = op(x, *args[1:], **kwargs), op(x + step, *args[1:], **kwargs)
+            far = op(x + 2 * step, *args[1:], **kwargs)
+            parts = zip(
+                *(t if isinstance(t, (tuple, list)) else (t,) for t in (here, there, far)),
+                strict=True,
+            )
+            for a, b, c in parts:
+                torch.testing.assert_close(c - b, b - a, rtol=1e-12, atol=1e-12)
+            checked += 1
+    assert checked > 50
+
+
+def test_dropout_rule_uses_the_mask_of_the_forward_sweep():
+    rule = find_rule(aten.native_dropout.default)
+    x = torch.randn(50, dtype=torch.float64)
+    node = Node(
+        0, "d", aten.native_dropout.default, (Ref(0), 0.4, True), {}, (0,), (1, 2), True, ""
+    )
+    call = Call(node, (x,), (Meta((50,), x.dtype, x.device),))
+    (out, mask), call.saved = rule.forward(call)
+    y = torch.randn_like(x)
+    expected = torch.where(mask, 1 / 0.6, 0.0).double()
+    assert mask.dtype == torch.bool and 0 < int(mask.sum()) < 50
+    torch.testing.assert_close(out, x * expected)
+    torch.testing.assert_close(rule.backward(call, (y, None), (True,))[0], y * expected)
+    torch.testing.assert_close(rule.tangent(call, (y,))[0], y * expected)
+
+
+@pytest.mark.parametrize("part", ["backward", "tangent", "curvature"])
+def test_a_wrong_rule_is_caught(part):
+    right = find_rule(aten.tanh.default)
+    function = getattr(right, part)
+
+    def wrong(call, *args):
+        result = function(call, *args)
+        return tuple(1.001 * r for r in result) if part != "tangent" else 1.001 * result
+
+    with pytest.raises(db.CheckError, match=part):
+        db.check_rule(
+            aten.tanh.default, torch.randn(4).double(), rule=replace(right, **{part: wrong})
+        )
+
+
+def test_a_wrong_rule_fails_the_check_of_a_model():
+    op = aten.tanh.default
+    right = find_rule(op)
+    wrong = replace(right, curvature=lambda call, xi, q, wanted: (torch.zeros_like(xi),))
+    net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
+    model = db.Penalised(net, db.OutputGradient())
+    assert db.check(model, torch.randn(2, 3)).worst < 1e-10
+    db.register_rule(op, wrong, replace=True)
+    try:
+        with pytest.raises(db.CheckError, match="wrong") as caught:
+            db.check(model, torch.randn(2, 3))
+        assert caught.value.report.worst > 1e-3
+    finally:
+        db.register_rule(op, right, replace=True)
+
+
+def test_registering_twice_is_an_error():
+    with pytest.raises(db.RuleError, match="has a rule already"):
+        db.register_rule(aten.tanh.default, find_rule(aten.tanh.default))
+
+
+def test_an_operator_without_a_rule_runs_on_the_generic_one():
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = torch.nn.Parameter(torch.randn(4, 3))
+
+        def forward(self, x):
+            return torch.special.i0e(x @ self.w) + torch.lgamma(x[:, :3].abs() + 1)
+
+    model = db.Penalised(Net(), db.OutputGradient(1), strict=True)
+    x = torch.randn(5, 4)
+    assert db.check(model, x).worst < 1e-10
+    assert "lgamma" in str(model.explain(x).generic)
