@@ -263,6 +263,9 @@ def _shapes(add: Callable) -> None:
     add("type_as.default", x, _r(2))
     add("fill.Tensor", _r(2, 3), _r())
     add("constant_pad_nd.default", x, [1, 2, 0, 1], 0.5)
+    add("pad.default", x, [1, 2, 0, 1], "constant", 0.5)
+    add("pad.default", x, [1, 2], "reflect")
+    add("pad.default", x, [1, 2], "circular")
     for n in (1, 2, 3):
         image = _r(1, 2, *[4] * n)
         add(f"reflection_pad{n}d.default", image, [1, 2] * n)
@@ -316,5 +319,4 @@ WITHOUT = {
     "real.default": "complex: the zoo's Fourier operator",
     "imag.default": "complex: the zoo's Fourier operator",
     "view_as_real.default": "complex: the zoo's Fourier operator",
-    "view_as_complex.default": "complex: the zoo's Fourier operator",
 }

@@ -296,7 +296,7 @@ def test_on_kinks_and_ties():
                         oracle.relative(x.grad[:, k], want_x[:, k]))
               for k, name in enumerate(KINKED)}  # fmt: skip
     wrong = {name: f"{e:.1e}" for name, e in errors.items() if e > 1e-10}
-    assert not wrong
+    assert not wrong, ", ".join(f"{name} {e}" for name, e in wrong.items())
 
 
 def test_the_harness_sees_a_wrong_gradient():

@@ -226,7 +226,7 @@ def _amax() -> Rule:
     """y = max or min over axes; ties share the derivative equally."""
 
     def share(call: Call) -> Tensor:
-        hit = call.inputs[0] == _restore(call, call.out)
+        hit = (call.value(0) == _restore(call, call.out)).to(call.metas[0].dtype)
         return hit / hit.sum(_axes(call), keepdim=True)
 
     def backward(call: Call, y: Tensor, wanted: Sequence[bool]) -> Tensors:

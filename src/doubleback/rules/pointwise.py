@@ -178,7 +178,7 @@ def _elu(parameters: Callable[[Call], tuple[float, float, float]]) -> Rule:
 
     def second(call: Call, x: Tensor) -> Tensor:
         alpha, scale, inner = parameters(call)
-        return torch.where(x > 0, 0, alpha * scale * inner * inner * torch.exp(x * inner))
+        return torch.where(x >= 0, 0, alpha * scale * inner * inner * torch.exp(x * inner))
 
     return coordinatewise(
         "input", first, second,
@@ -211,7 +211,7 @@ def _softplus() -> Rule:
     def second(call: Call, x: Tensor) -> Tensor:
         beta, threshold = parameters(call)
         s = torch.sigmoid(beta * x)
-        return torch.where(beta * x > threshold, 0, beta * s * (1 - s))
+        return torch.where(beta * x >= threshold, 0, beta * s * (1 - s))
 
     def fused(call: Call, y: Tensor, x: Tensor) -> Tensor:
         return aten.softplus_backward(y, x, *parameters(call))

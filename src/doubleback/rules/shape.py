@@ -180,6 +180,16 @@ def _pad() -> Rule:
     return linear(transpose, tangent=tangent)
 
 
+def _pad_by_mode() -> Rule:
+    """`F.pad` in any mode: linear but for the constant that is filled in."""
+
+    def tangent(call: Call, q: Tensors) -> Tensor:
+        mode = call.argument(2, "mode", "constant")
+        return aten.pad(tangent_of(q), call.argument(1, "pad"), mode)
+
+    return linear(tangent=tangent)
+
+
 def _overwrite(position: int) -> Rule:
     """copy(u, w) and fill(u, w): y = w, broadcast to the shape of u."""
 
@@ -237,7 +247,7 @@ def rules() -> Iterator[tuple[Any, Rule]]:
         "take_along_dim.default", "index_add.default", "scatter_add.default",
         "select_scatter.default", "slice_scatter.default", "index_copy.default",
         "scatter.src", "masked_scatter.default", "trace.default", "broadcast_to.default",
-        "real.default", "imag.default", "view_as_real.default", "view_as_complex.default",
+        "real.default", "imag.default", "view_as_real.default",
         "expand_as.default", "lerp.Scalar", "fft_fft.default",
         "fft_ifft.default", "fft_rfft.default", "fft_irfft.default", "fft_fft2.default",
         "fft_ifft2.default", "fft_rfft2.default", "fft_irfft2.default", "fft_fftn.default",
@@ -277,6 +287,7 @@ def rules() -> Iterator[tuple[Any, Rule]]:
         ],
         _dropout(): ["native_dropout.default"],
         _pad(): ["constant_pad_nd.default"],
+        _pad_by_mode(): ["pad.default"],
         _overwrite(1): ["copy.default", "fill.Tensor"],
         _identity_on_first(): identical,
         _gather_like(): by_reverse_mode,
