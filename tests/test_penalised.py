@@ -7,6 +7,7 @@ import gc
 import itertools
 import warnings
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import doubleback as db
+from doubleback.rules import find_rule
 
 
 def mlp(act=nn.Tanh, widths=(6, 7, 8, 5), head=None) -> nn.Sequential:
@@ -150,6 +152,34 @@ def test_flattening_happens_after_the_asked_number_of_calls_and_keeps_graphs_apa
         late[1].backward()
         assert_same(first, gradients(model))
         torch.testing.assert_close(early, late[0])
+
+
+def test_sweeps_that_cannot_be_flattened_go_on_node_by_node():
+    """The rule reads a number out of a tensor, which no trace on fake tensors can."""
+    op = torch.ops.aten.sinh.default
+    right = find_rule(op)
+
+    def scaled(call, y, wanted):
+        factor = float(call.value(0).abs().max())
+        return [None if g is None else g * factor / factor for g in right.backward(call, y, wanted)]
+
+    db.register_rule(op, replace(right, backward=scaled), replace=True)
+    try:
+        net = nn.Sequential(nn.Linear(6, 4), Sinh(), nn.Linear(4, 1))
+        model = db.Penalised(net, db.OutputGradient(), flatten_after=0)
+        for _ in range(2):
+            model(X)[1].backward()
+        found = gradients(model)
+        assert max(float(g.norm()) for g in found.values()) > 0
+        with pytest.raises(db.RuleError, match="compile=False"):
+            db.Penalised(net, db.OutputGradient(), compile=True)(X)
+    finally:
+        db.register_rule(op, right, replace=True)
+
+
+class Sinh(nn.Module):
+    def forward(self, x):
+        return torch.sinh(x)
 
 
 def test_compiled():

@@ -279,14 +279,9 @@ def _convert(program: torch.export.ExportedProgram) -> Graph:
                 f"the network changes {spec.target or spec.arg} in place ({spec.kind.name}); "
                 "clone it first"
             )
-    consumers: dict[int, list[int]] = {}
-    for node in nodes:
-        for value in dict.fromkeys(node.inputs):
-            consumers.setdefault(value, []).append(node.index)
     return Graph(
         tuple(nodes), tuple(values), inputs, state, constants, tuple(outputs),
         program.call_spec.out_spec, mutations,
-        {value: tuple(users) for value, users in consumers.items()},
     )  # fmt: skip
 
 

@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 from . import sweeps
 from .bridge import First, Program
 from .counting import Operations, recording, replayed
+from .errors import RuleError
 from .kernels import mode
 from .losses import Loss
 from .penalties import Penalty
@@ -297,10 +298,23 @@ class FlattenedProgram:
         fn: Callable[[Sequence[Tensor]], Any],
         tensors: list[Tensor],
         pass_inputs: bool = False,
-    ) -> Flat:
+    ) -> Flat | None:
+        """The flat graph for `key`; None where this network's sweeps cannot be flattened (an
+        operator that needs real numbers), which a compiler's user is told and others need not
+        know: they go on node by node."""
         flat = self._flat.get(key)
         if flat is None:
-            flat = self._flat[key] = flatten(fn, tensors, self.compiler, pass_inputs)
+            try:
+                flat = self._flat[key] = flatten(fn, tensors, self.compiler, pass_inputs)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:
+                if self.compiler:
+                    raise RuleError(
+                        f"the sweeps cannot be flattened for compile={self.compiler!r}: {error}; "
+                        "use compile=False"
+                    ) from error
+                self.after = None
         return flat
 
     def first(self, leaves: Mapping[int, Tensor], extra: Sequence[Any], keep: bool = True) -> First:
@@ -318,6 +332,8 @@ class FlattenedProgram:
 
         key = ("first", keep, pack.key)
         flat = self._get(key, run, pack.tensors, pass_inputs=True)
+        if flat is None:
+            return self.program.first(leaves, extra, keep)
         given = pack.tensors
         results = flat.launch(list(given))
         head = len(plan.outputs) + 1 + len(plan.mutations)
@@ -349,6 +365,9 @@ class FlattenedProgram:
 
         tensors = pack.tensors + state.tensors
         flat = self._get(("last", state.key, pack.key), run, tensors)
+        if flat is None:
+            nested = state.rebuild(state.tensors)
+            return self.program.last(nested, extra, grad_outputs, grad_values, keep)
         if not keep:
             state.tensors.clear()
         return flat(tensors)
@@ -370,6 +389,8 @@ class FlattenedProgram:
             return self.program.step(values, more, loss, y, weight)
 
         flat = self._get(("step", loss, weight, pack.key), run, pack.tensors)
+        if flat is None:
+            return self.program.step(leaves, extra, loss, target, weight)
         return flat(pack.tensors)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -77,7 +77,6 @@ class Graph:
     outputs: tuple[Any, ...]
     out_spec: Any
     mutations: Mapping[str, int]
-    consumers: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
     def shape(self, value: int) -> tuple[int, ...]:
         meta = self.values[value]

@@ -161,7 +161,7 @@ class Penalised(nn.Module):
         >>> x, y = torch.randn(5, 4), torch.tensor([0, 1, 2, 0, 1])
         >>> out, loss, penalty = model.accumulate(x, y, weight=0.01)
         """
-        if "weight" in kwargs or not isinstance(weight, (int, float)):
+        if not isinstance(weight, (int, float)):
             raise InputError(f"weight must be a number, not {type(weight).__name__}")
         own_loss, args, target = self._loss(loss, args)
         call = self._take_apart(args, kwargs)
@@ -227,14 +227,13 @@ class Penalised(nn.Module):
         split = len(args) - extras
         own, extra = args[:split], args[split:]
         parts: list[tuple[Any, Any]] = [*enumerate(own), *kwargs.items()]
-        leaves, _ = pytree.tree_flatten((own, dict(kwargs)))
+        leaves, spec = pytree.tree_flatten((own, dict(kwargs)))
         spans, start = {}, 0
         for key, part in parts:
             count = len(pytree.tree_leaves(part))
             spans[key] = range(start, start + count)
             start += count
         penalised = self._penalised(spans, leaves)
-        _, spec = pytree.tree_flatten((own, dict(kwargs)))
         self._check_devices([leaves[i] for i in penalised])
         return _Arguments(own, dict(kwargs), extra, tuple(leaves), spec, penalised)
 
@@ -397,8 +396,8 @@ class Penalised(nn.Module):
                 loss.check(out.shape, target)
                 value = loss.values(out, target).mean()
             (value + weight * penalty).backward()
-        detach = lambda t: t.detach()  # noqa: E731
-        result, value, penalty = pytree.tree_map_only(Tensor, detach, (result, value, penalty))
+        found = (result, value, penalty)
+        result, value, penalty = pytree.tree_map_only(Tensor, Tensor.detach, found)
         return result, value, penalty
 
 
@@ -475,8 +474,6 @@ def _pick(outputs: Sequence[Any], spec: Any, choice: Any) -> int:
     """The flattened position of the penalised output."""
     tensors = [i for i, item in enumerate(outputs) if not isinstance(item, tuple)]
     if choice is None:
-        if len(tensors) == 1 and spec.is_leaf():
-            return tensors[0]
         if len(tensors) == 1:
             return tensors[0]
         raise OutputChoiceError(

@@ -224,11 +224,6 @@ def _stop() -> Rule:
     )
 
 
-def _random_fill() -> Rule:
-    """empty_like, bernoulli, randn_like, zeros_like, …: nothing depends on the entries of u."""
-    return _stop()
-
-
 def rules() -> Iterator[tuple[Any, Rule]]:
     same = [
         "squeeze.default", "squeeze.dim", "squeeze.dims", "unsqueeze.default",
