@@ -664,3 +664,32 @@ def test_random_state_advances_as_in_the_net():
         torch.manual_seed(8)
         model(*bench.args, *spec.extras)
         assert torch.equal(torch.get_rng_state(), want)
+
+
+@pytest.mark.parametrize("case", zoo.CASES[::5], ids=lambda case: case.name)
+def test_flattened_sweeps_equal_those_node_by_node(case):
+    """The straight list of kernel calls against the walk over the plan, a fifth of the zoo."""
+    found = []
+    for after in (None, 0):
+        torch.manual_seed(0)
+        net = case.make().double().train(case.train)
+        args = tree_map_only(
+            Tensor,
+            lambda t: t.double() if t.is_floating_point() else t,
+            case.inputs(torch.Generator().manual_seed(1)),
+        )
+        model = db.Penalised(
+            net, db.Custom(lambda out: out * out), wrt=case.wrt, output=case.output, strict=True,
+            flatten_after=after,
+        )  # fmt: skip
+        torch.manual_seed(5)
+        _, penalty = model(*args)
+        if penalty.requires_grad:
+            penalty.backward()
+        found.append([penalty.detach(), *(p.grad for p in net.parameters()), *net.buffers()])
+    scale = max(float(t.norm()) for t in found[0] if t is not None and t.is_floating_point())
+    for walked, flat in zip(*found, strict=True):
+        assert (walked is None) == (flat is None)
+        if walked is not None:
+            difference = float((walked.double() - flat.double()).norm())
+            assert difference <= 1e-10 * max(float(walked.double().norm()), 1e-6 * scale)
