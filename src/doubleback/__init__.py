@@ -10,12 +10,15 @@ from .errors import (
     DoublebackError,
     InputError,
     LabelError,
+    MemoryWarning,
     NonFiniteError,
     OutputChoiceError,
+    PenaltyWarning,
     RuleError,
     StaleGraphError,
     ThirdDerivativeError,
 )
+from .jacobian import Jacobian, SpectralNorm
 from .norms import Deviation, Norm, SquaredNorm
 from .penalised import Penalised
 from .penalties import BilinearForm, Custom, GradientMatch, LossGradient, OutputGradient
@@ -37,16 +40,20 @@ __all__ = [
     "DoublebackError",
     "GradientMatch",
     "InputError",
+    "Jacobian",
     "LabelError",
     "LossGradient",
+    "MemoryWarning",
     "NonFiniteError",
     "Norm",
     "Operations",
     "OutputChoiceError",
     "OutputGradient",
     "Penalised",
+    "PenaltyWarning",
     "Rule",
     "RuleError",
+    "SpectralNorm",
     "SquaredNorm",
     "StaleGraphError",
     "Structure",

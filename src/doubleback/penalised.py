@@ -16,12 +16,15 @@ from .bridge import Bridge, Job, Program, _no_autocast
 from .capture import capture
 from .errors import CaptureError, CaptureWarning, InputError, OutputChoiceError
 from .explain import Explanation, explain
-from .flatten import FlattenedProgram
+from .flatten import FlattenedProgram, Replay
 from .graph import Graph, map_refs
+from .jacobian import Jacobian, SpectralNorm
+from .jacobian_program import SpectralProgram
 from .losses import make_loss
 from .oracle import autograd_penalty
 from .penalties import LossGradient, Penalty
 from .plan import Plan, make_plan
+from .planner import plan_jacobian
 
 CACHE_SIZE = 64  # captured graphs kept per module, oldest out first
 
@@ -105,11 +108,12 @@ class Penalised(nn.Module):
         self._graphs: dict[Any, Graph | CaptureError] = {}
         self._programs: dict[Any, Any] = {}
         self._found_owners: dict[int, list] = {}
+        self._carried: dict[Any, Tensor] = {}  # singular vectors, from call to call
         self._warned = False
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
-        for name in ("_graphs", "_programs", "_found_owners", "_warned"):
+        for name in ("_graphs", "_programs", "_found_owners", "_carried", "_warned"):
             state.pop(name, None)
         return state
 
@@ -325,11 +329,19 @@ class Penalised(nn.Module):
                 graph, penalised, target, wanted,  # type: ignore[arg-type]
                 varying_seed=self.penalty.varying,
             )  # fmt: skip
-            program = Program(plan, self.penalty, self.debug)
-            if not self.debug:
-                program = FlattenedProgram(program, self.compile_mode, self.flatten_after)
+            program = self._make_program(plan)
             _remember(self._programs, key, program)
         return program, state
+
+    def _make_program(self, plan: Plan) -> Any:
+        after = None if self.debug else self.flatten_after
+        replay = Replay(False if self.debug else self.compile_mode, after)
+        if isinstance(self.penalty, Jacobian):
+            return plan_jacobian(plan, self.penalty, self.debug, replay)[0]
+        if isinstance(self.penalty, SpectralNorm):
+            return SpectralProgram.build(plan, self.penalty, self.debug, replay, self._carried)
+        program = Program(plan, self.penalty, self.debug)
+        return program if self.debug else FlattenedProgram(program, replay)
 
     def _owners(self, graph: Graph) -> list[tuple[nn.Module, str, int, bool]]:
         """For each parameter and buffer: its module, its name there, its value, whether written."""
