@@ -8,7 +8,8 @@
 
 Each candidate's `part(state, bank, weight)` sweeps the seeds of one slice of its bank and returns
 (penalty per example, curvature sources for the gradient of Σ_b weight_b·penalty_b). Without a
-weight there is no gradient, and the tangents are not swept.
+weight there is no gradient, and the tangents are not swept. `prepare(state)` yields what all parts
+share.
 """
 
 from __future__ import annotations
@@ -60,6 +61,9 @@ class Rows:
 
     def bank(self, state: sweeps.State) -> Tensor:
         return self.penalty.bank(state.values[self.target])
+
+    def prepare(self, state: sweeps.State) -> dict[Any, Tensor]:
+        return self.segment.prepare(state)
 
     def part(
         self, state: sweeps.State, bank: Tensor, weight: Tensor | None
@@ -121,6 +125,9 @@ class Columns:
     def bank(self, state: sweeps.State) -> Tensor:
         return torch.arange(self.seeds, device=state.values[self.target].device)
 
+    def prepare(self, state: sweeps.State) -> dict[Any, Tensor]:
+        return self.segment.prepare(state)
+
     def part(
         self, state: sweeps.State, bank: Tensor, weight: Tensor | None
     ) -> tuple[Tensor, Sources]:
@@ -157,6 +164,9 @@ class Waist:
 
     def bank(self, state: sweeps.State) -> Tensor:
         return torch.arange(self.seeds, device=state.values[self.target].device)
+
+    def prepare(self, state: sweeps.State) -> dict[Any, Tensor]:
+        return {**self.before.prepare(state), **self.behind.prepare(state)}
 
     def part(
         self, state: sweeps.State, bank: Tensor, weight: Tensor | None
@@ -211,6 +221,9 @@ class Diagonal:
 
     def bank(self, state: sweeps.State) -> Tensor:
         return torch.zeros(1, dtype=torch.long, device=state.values[self.target].device)
+
+    def prepare(self, state: sweeps.State) -> dict[Any, Tensor]:
+        return {}
 
     def part(
         self, state: sweeps.State, bank: Tensor, weight: Tensor | None

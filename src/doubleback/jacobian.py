@@ -290,7 +290,8 @@ def helmert(size: int, dtype: torch.dtype, device: Any) -> Tensor:
 
 
 def directions(batch: int, size: int, count: int, device: Any) -> Tensor:
-    """`count` orthonormal directions per example, each uniform on the sphere: (count, batch, size)."""
+    """`count` orthonormal directions per example, each uniform on the sphere: (count, batch, size)
+    in float64 where they had to be made orthogonal."""
     drawn = torch.randn(batch, size, count, dtype=torch.float32, device=device)
     if count == 1:
         return (drawn / drawn.norm(dim=1, keepdim=True)).permute(2, 0, 1)

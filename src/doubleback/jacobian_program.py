@@ -27,7 +27,7 @@ from .flatten import Replay
 from .jacobian import SpectralNorm
 from .plan import Plan, make_plan
 from .rules import add
-from .segments import Sources
+from .segments import Sources, finished
 from .spaces import dual_square
 
 
@@ -80,6 +80,7 @@ class Phases(Program):
         def run(nested: Any) -> Any:
             values, saved, gamma, by, given = nested
             watch = sweeps.finite_watch(plan) if self.debug else None
+            gamma = finished(gamma, values)
             gamma = {v: t if by is None else t * by.to(t.dtype) for v, t in gamma.items()}
             for v, grad in given.items():
                 if grad is not None:
@@ -92,11 +93,8 @@ class Phases(Program):
             ]
 
         seeds = {v: g for v, g in grads.items() if g is not None and v in plan.trained}
-        trained = {v: s for v, s in sources.items() if v in plan.trained}
-        nested = (swept.values, swept.saved, trained, factor, seeds)
-        if not keep:
-            sources.clear()
-        consume = () if keep else (swept.values, swept.saved, trained)
+        nested = (swept.values, swept.saved, sources, factor, seeds)
+        consume = () if keep else (swept.values, swept.saved, sources)
         return self.replay(("close", keep), run, nested, consume)
 
     def last(
@@ -140,10 +138,19 @@ class JacobianProgram(Phases):
         self.replay.tick()
         outputs, mutated, swept = self._open(leaves)
         out = swept.values[self.plan.target]
-        swept.bank = self.candidate.bank(swept.state)
+        self._prepare(swept)
         now = keep and self.penalty.reduction != "none"
         values, swept.sources = self._sweep(swept, self._weight(out) if now else None)
         return First(outputs, values, mutated, swept if keep else None)
+
+    def _prepare(self, swept: Swept) -> None:
+        """The seeds, and what every chunk of them reads."""
+
+        def run(values: Any) -> Any:
+            return self.candidate.prepare(sweeps.State(dict(values)))
+
+        swept.bank = self.candidate.bank(swept.state)
+        swept.values.update(self.replay("prepare", run, swept.values))
 
     def _again(self, swept: Swept, weight: Tensor) -> Sources:
         return self._sweep(swept, weight)[1]

@@ -88,7 +88,7 @@ def _choose(
     for name in able:
         profiles.setdefault(name, _profile(programs[name]))
     fits = [n for n in able if profiles[n].largest_chunk(budget) > 0] or able
-    return min(fits, key=lambda n: profiles[n].flops(profiles[n].seeds))
+    return min(fits, key=lambda n: profiles[n].cost(profiles[n].seeds))
 
 
 def _chunk(

@@ -25,12 +25,16 @@ from .jacobian_program import JacobianProgram
 from .plan import Plan
 
 
+FLOPS_PER_BYTE = 20  # a few on a CPU, 80 to 200 on a GPU; ranks plans, predicts no time
+
+
 class Meter(TorchDispatchMode):
     """Counts FLOPs and live bytes of everything executed inside."""
 
     def __init__(self) -> None:
         super().__init__()
         self.flops = 0
+        self.written = 0
         self.live = 0
         self.peak = 0
         self._users: dict[int, int] = {}
@@ -52,6 +56,7 @@ class Meter(TorchDispatchMode):
         key, size = storage._cdata, storage.nbytes()
         if key not in self._users:
             self._users[key] = 0
+            self.written += size
             self.live += size
             self.peak = max(self.peak, self.live)
         self._users[key] += 1
@@ -96,6 +101,8 @@ class Profile:
     kept: int
     sources: int
     part_peak: Affine
+    fixed_written: int
+    part_written: Affine
 
     def parts(self, chunk: int) -> int:
         return -(-self.seeds // chunk)
@@ -104,6 +111,12 @@ class Profile:
         per_seed = self.part_flops.slope * self.seeds
         fixed = self.part_flops.fixed * self.parts(chunk)
         return round(self.open_flops + self.close_flops + per_seed + fixed)
+
+    def cost(self, chunk: int) -> float:
+        """FLOPs, and bytes written at the exchange rate of a device that is short of bandwidth."""
+        written = self.fixed_written + self.part_written.slope * self.seeds
+        written += self.part_written.fixed * self.parts(chunk)
+        return self.flops(chunk) + FLOPS_PER_BYTE * written
 
     def peak_bytes(self, chunk: int) -> int:
         twice = self.sources if self.parts(chunk) > 1 else 0
@@ -149,12 +162,16 @@ def profile(program: JacobianProgram) -> Profile:
         Affine(0, one.part_flops / n) if whole else Affine.through(one.part_flops, two.part_flops)
     )
     peak = Affine(one.part_peak, 0) if whole else Affine.through(one.part_peak, two.part_peak)
+    written = (
+        Affine(one.part_written, 0) if whole else Affine.through(one.part_written, two.part_written)
+    )
     each = one.part_operations
     per_seed = Operations(each.forward // n, each.transpose // n, each.weight_adjoint // n)
     return Profile(
         seeds, program.candidate.divisible, one.open_flops, one.close_flops, flops,
         one.open_operations, one.close_operations, per_seed,
         one.open_peak, one.close_peak, one.kept, one.sources, peak,
+        one.fixed_written, written,
     )  # fmt: skip
 
 
@@ -171,6 +188,8 @@ class _Run:
     part_peak: int = 0
     kept: int = 0
     sources: int = 0
+    fixed_written: int = 0
+    part_written: int = 0
 
 
 def _run(program: JacobianProgram, size: int) -> _Run:
@@ -190,14 +209,19 @@ def _run(program: JacobianProgram, size: int) -> _Run:
             )
             outputs, mutated, swept = opened
             del opened, mutated
+            _, more, _, peak = phase(lambda: program._prepare(swept))
+            found.open_flops, found.open_peak = found.open_flops + more, max(found.open_peak, peak)
             found.kept = meter.live
             out = swept.values[program.plan.target]
-            bank = program.candidate.bank(swept.state)[:size]
+            assert swept.bank is not None
+            bank = swept.bank[:size]
             weight = program._weight(out)
+            found.fixed_written = meter.written
             result, found.part_flops, found.part_operations, peak = phase(
                 lambda: program._part(swept, bank, weight)
             )
             found.part_peak = peak - found.kept
+            found.part_written = meter.written - found.fixed_written
             values, sources = result
             del result
             found.sources = sum(t.untyped_storage().nbytes() for t in sources.values())
@@ -205,6 +229,7 @@ def _run(program: JacobianProgram, size: int) -> _Run:
             held, found.close_flops, found.close_operations, found.close_peak = phase(
                 lambda: program._close(swept, sources, values.sum(), grads, keep=False)
             )
+            found.fixed_written = meter.written - found.part_written
             del held, outputs
     return found
 

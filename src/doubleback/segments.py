@@ -15,9 +15,9 @@ representer of z: ⟨z⟨i⟩, t⟨j⟩⟩ = (JJᵀ)_ij by rows, (JᵀJ)_ij by c
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ from .plan import Plan, Step, make_plan
 from .rules import add
 from .spaces import Euclidean, dual_square
 
-Sources = dict[int, Tensor]
+Sources = dict[Any, Tensor]
 
 # operators that keep the entries of one example and their order
 SAME_ENTRIES = frozenset(
@@ -82,7 +82,7 @@ class Segment:
         if self.read is not None:
             picked = state.values[self.read.weight].index_select(0, index)
             return picked[:, None].expand(-1, self.batch, -1)
-        return _basis(state.values[self.stop], index)
+        return _basis(self.body.graph, self.stop, index)
 
     def pull(
         self, state: sweeps.State, seeds: Tensor, keep: bool = True
@@ -97,7 +97,7 @@ class Segment:
         if self.gram is None:
             return z, self._representers(z)
         counted(transpose=count, forward=count if keep else 0)
-        return z, [z[0] @ self._gram(state)]
+        return z, [z[0] @ state.values[self.gram_key]]
 
     def push_back(
         self,
@@ -115,7 +115,7 @@ class Segment:
         start = dict(zip(self.body.penalised, q, strict=True))
         h, sources = sweeps.tangent(self.body, state, start, seeds=count, watch=self.watch)
         if self.gram is not None:
-            self._gram_source(state, sources, weighted[0], z[0])
+            self._gram_source(sources, weighted[0], z[0])
         if self.read is not None and self.read.weight in self.trained and h is not None:
             assert index is not None
             counted(weight_adjoint=count)
@@ -131,7 +131,7 @@ class Segment:
         if self.read is not None:
             picked = state.values[self.read.weight].index_select(1, index).t()
             return picked[:, None].expand(-1, self.batch, -1)
-        return _basis(state.values[self.start[0]], index)
+        return _basis(self.body.graph, self.start[0], index)
 
     def push(
         self, state: sweeps.State, seeds: Tensor, keep: bool = True
@@ -145,7 +145,7 @@ class Segment:
         if self.gram is None:
             return h, h, moved
         counted(forward=count, transpose=count if keep else 0)
-        return h, h @ self._gram(state), moved
+        return h, h @ state.values[self.gram_key], moved
 
     def pull_back(
         self,
@@ -160,7 +160,7 @@ class Segment:
         count = w.shape[0]
         xi, sources = sweeps.pull(self.body, state, w, moved, seeds=count)
         if self.gram is not None:
-            self._gram_source(state, sources, weighted, h)
+            self._gram_source(sources, weighted, h)
         if self.read is not None and self.read.weight in self.trained and xi[0] is not None:
             counted(weight_adjoint=count)
             weight = state.values[self.read.weight]
@@ -176,24 +176,46 @@ class Segment:
         _, found = dual_square(self.space, [u.flatten(0, 1) for u in z])
         return [t.unflatten(0, (-1, self.batch)) for t in found]
 
-    def _gram(self, state: sweeps.State) -> Tensor:
+    @property
+    def gram_key(self) -> Any:
+        """Where the Gram matrix is kept among the values, and its source among the sources."""
         assert self.gram is not None
-        weight = state.values[self.gram.weight]
-        return weight @ weight.t() if self.by_rows else weight.t() @ weight
+        return GramKey(self.gram.weight, self.by_rows)
 
-    def _gram_source(
-        self, state: sweeps.State, sources: Sources, weighted: Tensor, z: Tensor
-    ) -> None:
-        """∇_W of Σ⟨z′, WWᵀz⟩ with z′, z fixed, where Σz′zᵀ is symmetric: (Σ z′zᵀ) W, and W (Σ z′zᵀ)
-        for WᵀW."""
+    def prepare(self, state: sweeps.State) -> dict[Any, Tensor]:
+        """What every chunk of seeds reads: WWᵀ, or WᵀW by columns."""
+        if self.gram is None:
+            return {}
+        weight = state.values[self.gram.weight]
+        return {self.gram_key: weight @ weight.t() if self.by_rows else weight.t() @ weight}
+
+    def _gram_source(self, sources: Sources, weighted: Tensor, z: Tensor) -> None:
+        """Σ z′zᵀ; `finished` turns it into the weight's source."""
         assert self.gram is not None
         if self.gram.weight not in self.trained:
             return
         counted(weight_adjoint=z.shape[0])
-        weight = state.values[self.gram.weight]
         pairs = weighted.flatten(0, 1).t() @ z.flatten(0, 1)
-        source = pairs @ weight if self.by_rows else weight @ pairs
-        sources[self.gram.weight] = add(sources.get(self.gram.weight), source)  # type: ignore[assignment]
+        sources[self.gram_key] = add(sources.get(self.gram_key), pairs)  # type: ignore[assignment]
+
+
+class GramKey(NamedTuple):
+    """The Gram matrix of a weight, WWᵀ (by rows) or WᵀW."""
+
+    weight: int
+    by_rows: bool
+
+
+def finished(sources: Sources, values: Mapping[Any, Tensor]) -> Sources:
+    """Sources by value. ∇_W of Σ⟨z′, WWᵀz⟩ with z′, z fixed and Σz′zᵀ symmetric is (Σ z′zᵀ) W;
+    for WᵀW it is W (Σ z′zᵀ)."""
+    found = {key: part for key, part in sources.items() if not isinstance(key, GramKey)}
+    for key, pairs in sources.items():
+        if isinstance(key, GramKey):
+            weight = values[key.weight]
+            source = pairs @ weight if key.by_rows else weight @ pairs
+            found[key.weight] = add(found.get(key.weight), source)  # type: ignore[assignment]
+    return found
 
 
 def width(graph: Graph, value: int) -> int:
@@ -203,12 +225,14 @@ def width(graph: Graph, value: int) -> int:
     return width
 
 
-def _basis(like: Tensor, index: Tensor) -> Tensor:
-    """e⟨i⟩, shaped (len(index), *like.shape), the same for every example."""
-    shape = like.shape[1:]
-    size = shape.numel()
-    hot = (torch.arange(size, device=like.device) == index[:, None]).to(like.dtype)
-    return hot.reshape(-1, 1, *shape).expand(-1, like.shape[0], *shape)
+def _basis(graph: Graph, value: int, index: Tensor) -> Tensor:
+    """e⟨i⟩ at a value, shaped (len(index), *its shape), the same for every example."""
+    meta = graph.values[value]
+    assert meta is not None
+    batch, *shape = meta.shape
+    positions = torch.arange(width(graph, value), device=index.device)
+    hot = (positions == index[:, None]).to(meta.dtype)
+    return hot.reshape(-1, 1, *shape).expand(-1, batch, *shape)
 
 
 def _zero(graph: Graph, value: int, seeds: int) -> Tensor:

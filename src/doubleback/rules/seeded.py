@@ -17,12 +17,14 @@ Four ways to do so, the cheapest that a rule allows:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import _functorch  # type: ignore[attr-defined]
 
 from ..counting import folded
 from .table import Call, Rule, Tensors, add
@@ -129,20 +131,56 @@ def _mapped(fn: Callable[..., Any], nested: Sequence[Any], seeds: int) -> Any:
     return fill(found["places"], results)
 
 
+_UNMAPPED: set[Any] = set()  # operators whose rule vmap cannot run
+
+
+@contextmanager
+def _without_fallback() -> Iterator[None]:
+    """vmap's own fall-back loops over seeds with a warning; ours does so without."""
+    allowed = _functorch._is_vmap_fallback_enabled()
+    _functorch._set_vmap_fallback_enabled(False)
+    try:
+        yield
+    finally:
+        _functorch._set_vmap_fallback_enabled(allowed)
+
+
+def _try(call: Call, fn: Callable[[], Any], otherwise: Callable[[], Any]) -> Any:
+    """By vmap, or one seed after another where an operator has no batching rule."""
+    if call.node.op not in _UNMAPPED:
+        try:
+            with _without_fallback():
+                return fn()
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError:
+            _UNMAPPED.add(call.node.op)
+    return otherwise()
+
+
 def vmapped(pull: Callable[[Call, Any, Sequence[bool]], Tensors] | None = None) -> Seeded:
     """Run by `torch.func.vmap`. pull: in place of the rule's backward, which may call autograd."""
 
     def backward(rule: Rule, call: Call, y: Any, wanted: Sequence[bool], seeds: int) -> Tensors:
         fn = pull or rule.backward
-        return _mapped(lambda part: tuple(fn(call, part, wanted)), (y,), seeds)
+        return _try(
+            call,
+            lambda: _mapped(lambda part: tuple(fn(call, part, wanted)), (y,), seeds),
+            lambda: LOOP.backward(rule, call, y, wanted, seeds),
+        )  # fmt: skip
 
     def both(
         rule: Rule, call: Call, xi: Any, q: Tensors, wanted: Sequence[bool], need: bool, seeds: int
     ) -> tuple[Any, Tensors]:
-        out, sources = _mapped(
-            lambda y, moved: rule.both(call, y, moved, wanted, need), (xi, tuple(q)), seeds
-        )
-        return out, [None if s is None else s.sum(0) for s in sources]
+        def run() -> tuple[Any, Tensors]:
+            out, sources = _mapped(
+                lambda y, moved: rule.both(call, y, moved, wanted, need), (xi, tuple(q)), seeds
+            )
+            return out, [None if s is None else s.sum(0) for s in sources]
+
+        return _try(
+            call, run, lambda: LOOP.both(rule, call, xi, q, wanted, need, seeds)
+        )  # fmt: skip
 
     return Seeded("vmap", backward, both)
 

@@ -76,14 +76,17 @@ def _transpose_by_vjp(call: Call, y: Any, wanted: Sequence[bool]) -> Tensors:
     slots = [i for i, want in enumerate(wanted) if want]
 
     def run(*moved: Tensor) -> tuple:
-        given = [zeros(m) if m.differentiable else v for m, v in zip(call.metas, call.inputs)]
+        given = [
+            zeros(m) if m.differentiable else v
+            for m, v in zip(call.metas, call.inputs, strict=True)
+        ]
         for slot, t in zip(slots, moved, strict=True):
             given[slot] = t
         outputs = like_output(call.apply(given), call.node.many)
         return tuple(o for o, part in zip(outputs, parts, strict=True) if part is not None)
 
     parts = like_output(y, call.node.many)
-    _, pull = torch.func.vjp(run, *(zeros(call.metas[slot]) for slot in slots))
+    pull = torch.func.vjp(run, *(zeros(call.metas[slot]) for slot in slots))[1]
     found = iter(pull(tuple(part for part in parts if part is not None)))
     return tuple(next(found) if want else None for want in wanted)
 
