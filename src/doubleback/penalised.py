@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from .bridge import Bridge, Job, Program, _no_autocast
 from .capture import capture
 from .errors import CaptureError, CaptureWarning, InputError, OutputChoiceError
-from .explain import Explanation, explain
+from .explain import Explanation, explain, explain_jacobian, with_iterations
 from .flatten import FlattenedProgram, Replay
 from .graph import Graph, map_refs
 from .jacobian import Jacobian, SpectralNorm
@@ -25,6 +25,7 @@ from .oracle import autograd_penalty
 from .penalties import LossGradient, Penalty
 from .plan import Plan, make_plan
 from .planner import plan_jacobian
+from .pricing import price
 
 CACHE_SIZE = 64  # captured graphs kept per module, oldest out first
 
@@ -194,12 +195,29 @@ class Penalised(nn.Module):
         return self._assemble(plan, outputs, prelude), loss_value, penalty
 
     def explain(self, *args: Any, **kwargs: Any) -> Explanation:
-        """The plan for such a call: sweeps, operation counts, memory, rules, and why."""
+        """The plan for such a call: sweeps, operation counts, FLOPs, memory, rules, and why.
+
+        FLOPs and memory are those of a whole step, gradients included, found by running it on
+        tensors without numbers; None where an operator needs numbers.
+        """
         call = self._take_apart(args, kwargs)
         graph = self._graph(call, strict=True)
         assert graph is not None
         program, _ = self._program(graph, call, gradients=True)
-        return explain(program.plan, self.penalty)
+        plan, quiet = program.plan, Replay(False, None)
+        if isinstance(self.penalty, Jacobian):
+            _, decision = plan_jacobian(plan, self.penalty, False, quiet, price=True)
+            return explain_jacobian(plan, self.penalty, decision)
+        told = explain(plan, self.penalty)
+        bare: Program = Program(plan, self.penalty)
+        if isinstance(self.penalty, SpectralNorm):
+            bare = SpectralProgram.build(plan, self.penalty, False, quiet, {})
+            told = with_iterations(told, plan, self.penalty.iterations)
+        try:
+            cost = price(bare, _extra(call))
+        except (RuntimeError, TypeError):  # an operator that no fake tensor can run
+            return told
+        return replace(told, flops=cost.flops, peak_bytes=cost.peak_bytes)
 
     def extra_repr(self) -> str:
         return f"penalty={self.penalty!r}, compile={self.compile_mode!r}"

@@ -9,7 +9,7 @@ number of seeds swept at once, so two sizes give all others.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,10 +20,10 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from .bridge import Program
 from .counting import Operations, recording
 from .jacobian_program import JacobianProgram
 from .plan import Plan
-
 
 FLOPS_PER_BYTE = 20  # a few on a CPU, 80 to 200 on a GPU; ranks plans, predicts no time
 
@@ -232,6 +232,33 @@ def _run(program: JacobianProgram, size: int) -> _Run:
             found.fixed_written = meter.written - found.part_written
             del held, outputs
     return found
+
+
+@dataclass(frozen=True)
+class Price:
+    """FLOPs of one step, its bilinear operations, and the most bytes it holds at once."""
+
+    flops: int
+    operations: Operations
+    peak_bytes: int
+
+
+def price(program: Program, extra: Sequence[Any]) -> Price:
+    """A whole step, forward to gradients, run on fake tensors."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with mode, torch.no_grad():
+        leaves = _fake_leaves(program.plan)
+        more = pytree.tree_map_only(Tensor, mode.from_tensor, tuple(extra))
+        with Meter() as meter, recording() as operations:
+            outputs, values, _, state = program.first(leaves, more)
+            seeds = {
+                v: torch.empty_like(t)
+                for v, t in zip(program.plan.outputs, outputs, strict=True)
+                if t.is_floating_point()
+            }
+            held = program.last(state, more, seeds, torch.empty_like(values))
+            del held
+    return Price(meter.flops, operations, meter.peak)
 
 
 def _fake_leaves(plan: Plan) -> dict[int, Tensor]:
