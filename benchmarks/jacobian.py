@@ -4,8 +4,9 @@
     PYTHONPATH=src python benchmarks/jacobian.py --small --device cpu
 
 One process per network and dtype; the result file is rewritten after each. JAX runs in a process of
-its own where it is installed. Peak memory is that of CUDA's allocator over two steps, JAX's XLA's
-plan; `predicted_mib` is what doubleback's planner says before it runs.
+its own where it is installed. `peak_mib` is that of CUDA's allocator over two steps (JAX: XLA's
+plan), `before_mib` what was allocated before them; `predicted_mib` is the difference that
+doubleback's planner foretells.
 """
 
 from __future__ import annotations
@@ -85,6 +86,10 @@ def child(args: argparse.Namespace) -> None:
             if name not in jm.ESTIMATES and found["penalty"] is not None and expected:
                 row["relative_error"], _ = gradient_error(found["gradients"], expected["gradients"])
             del found
+            if cuda and "CUDA graph" not in name:
+                net.zero_grad(set_to_none=True)
+                tidy(cuda)
+                row["before_mib"] = torch.cuda.memory_allocated() / 2**20
             row.update(peak_memory(step, net, sets))
             row.update(summary(time_steps(step, net, sets, 3)))
             steps[name] = step
@@ -129,7 +134,12 @@ def predict(net, x, rows: dict[str, dict]) -> None:
     """The planner's words for the rows it stands for."""
     import doubleback as db
 
-    for name, options in (("doubleback", {}), ("doubleback chunk 1", {"chunk": 1})):
+    chunks = {
+        "doubleback": {},
+        "doubleback chunk 1": {"chunk": 1},
+        "doubleback chunk 2": {"chunk": 2},
+    }
+    for name, options in chunks.items():
         if name in rows:
             told = db.Penalised(net, db.Jacobian(**options)).explain(x).as_dict()
             rows[name]["plan"] = told["plan"]["chosen"]
@@ -210,7 +220,7 @@ def main() -> None:
                 methods = [
                     m for m in args.methods
                     if (m != "closed form" or net == "contractive")
-                    and (m != "doubleback one-shot" or net not in ("autoencoder", "contractive"))
+                    and ("CUDA graph" not in m or args.device == "cuda")
                     and (m not in jm.COMPILED or args.device == "cuda" or len(args.methods) < 4)
                 ]  # fmt: skip
                 command = [sys.executable, __file__, "--child", f"{net},{dtype}", "--result",

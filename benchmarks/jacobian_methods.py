@@ -224,11 +224,11 @@ def closed_form(net, x, y, weight) -> Step:
     return step
 
 
-def doubleback(compile=False, one_shot=False, **options) -> Callable[..., Step]:
+def doubleback(compile=False, one_shot=False, cuda_graph=False, **options) -> Callable[..., Step]:
     def build(net, x, y, weight) -> Step:
         import doubleback as db
 
-        model = db.Penalised(net, db.Jacobian(**options), compile=compile)
+        model = db.Penalised(net, db.Jacobian(**options), compile=compile, cuda_graph=cuda_graph)
 
         def two_calls(x, y):
             out, penalty = model(x)
@@ -236,8 +236,11 @@ def doubleback(compile=False, one_shot=False, **options) -> Callable[..., Step]:
             (loss + weight * penalty).backward()
             return loss.detach(), penalty.detach()
 
+        classifies = [m for m in net.modules() if isinstance(m, nn.Linear)][-1].out_features == 10
+        kind = "cross_entropy" if classifies else lambda out, y: out.square().sum(1)
+
         def one_call(x, y):
-            _, loss, penalty = model.accumulate(x, y, loss="cross_entropy", weight=weight)
+            _, loss, penalty = model.accumulate(x, y, loss=kind, weight=weight)
             return loss, penalty
 
         return one_call if one_shot else two_calls
@@ -251,7 +254,9 @@ METHODS: dict[str, Callable[..., Step]] = {
     "doubleback": doubleback(),
     "doubleback one-shot": doubleback(one_shot=True),
     "doubleback compiled": doubleback(compile=True),
+    "doubleback one-shot CUDA graph": doubleback(one_shot=True, cuda_graph=True),
     "doubleback chunk 1": doubleback(chunk=1),
+    "doubleback chunk 2": doubleback(chunk=2),
     "doubleback projections 1": doubleback(projections=1),
     "stock loop": stock_loop,
     "stock at once": stock_at_once,

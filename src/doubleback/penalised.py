@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from .bridge import Bridge, Job, Program, _no_autocast
 from .capture import capture
+from .cuda_graphs import GraphedStep
 from .errors import CaptureError, CaptureWarning, InputError, OutputChoiceError
 from .explain import Explanation, explain, explain_jacobian, with_iterations
 from .flatten import FlattenedProgram, Replay
@@ -66,6 +67,10 @@ class Penalised(nn.Module):
     flatten_after: without `compile`, how many calls of one shape run node by node before the
         sweeps are flattened into a straight list of kernel calls, which saves the host's time
         from then on; None: never.
+    cuda_graph: on a GPU, `accumulate` captures its whole step as one CUDA graph, which frees the
+        host altogether: for networks whose kernels are shorter than their launches. The graph
+        keeps the memory of one step; data-dependent control flow and operators that wait for the
+        device cannot be captured.
 
     >>> import torch, doubleback as db
     >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3))
@@ -87,6 +92,7 @@ class Penalised(nn.Module):
         strict: bool = False,
         debug: bool = False,
         flatten_after: int | None = 2,
+        cuda_graph: bool = False,
     ) -> None:
         super().__init__()
         if not isinstance(net, nn.Module):
@@ -103,18 +109,25 @@ class Penalised(nn.Module):
         self.strict = strict
         self.debug = debug
         self.flatten_after = flatten_after
+        self.cuda_graph = cuda_graph
+        if cuda_graph and isinstance(penalty, SpectralNorm) and penalty.warm_start:
+            raise InputError(
+                "a CUDA graph cannot carry SpectralNorm's vector from call to call; use "
+                "warm_start=False or cuda_graph=False"
+            )
         self._reset()
 
     def _reset(self) -> None:
         self._graphs: dict[Any, Graph | CaptureError] = {}
         self._programs: dict[Any, Any] = {}
+        self._graphed: dict[Any, GraphedStep] = {}
         self._found_owners: dict[int, list] = {}
         self._carried: dict[Any, Tensor] = {}  # singular vectors, from call to call
         self._warned = False
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
-        for name in ("_graphs", "_programs", "_found_owners", "_carried", "_warned"):
+        for name in ("_graphs", "_programs", "_graphed", "_found_owners", "_carried", "_warned"):
             state.pop(name, None)
         return state
 
@@ -183,8 +196,8 @@ class Penalised(nn.Module):
             prelude = _run_prelude(plan, state)
             values = {v: prelude[v].detach() for v in (*plan.penalised, *plan.leaves)}
             with torch.no_grad():
-                outputs, loss_value, penalty, grads, mutated = program.step(
-                    values, _extra(call), own_loss, target, float(weight)
+                outputs, loss_value, penalty, grads, mutated = self._step(
+                    program, values, _extra(call), own_loss, target, float(weight)
                 )
             ends = [prelude[v] for v in (*plan.penalised, *plan.effective)]
             pairs = [(t, g) for t, g in zip(ends, grads, strict=True) if g is not None]
@@ -193,6 +206,31 @@ class Penalised(nn.Module):
         self._write_buffers(plan, prelude, mutated)
         prelude = {v: t.detach() for v, t in prelude.items()}
         return self._assemble(plan, outputs, prelude), loss_value, penalty
+
+    def _step(
+        self, program: Any, values: Mapping[int, Tensor], extra: tuple, loss: Any, target: Any,
+        weight: float,
+    ) -> tuple:  # fmt: skip
+        """All four sweeps, as one CUDA graph where that was asked for."""
+        if not (self.cuda_graph and values[program.plan.penalised[0]].is_cuda):
+            return program.step(values, extra, loss, target, weight)
+        moves = set(program.plan.penalised)
+        moving = ({v: t for v, t in values.items() if v in moves}, extra, target)
+        fixed = {v: t for v, t in values.items() if v not in moves}
+
+        def run(given: Any, rest: Any) -> tuple:
+            x, more, y = given
+            return program.step({**x, **rest}, more, loss, y, weight)
+
+        layouts = tuple(t.stride() for t in pytree.tree_leaves(moving) if isinstance(t, Tensor))
+        key = (id(program), loss, weight, layouts)
+        graphed = self._graphed.get(key)
+        if graphed is None:
+            graphed = GraphedStep(run, moving, fixed)
+            _remember(self._graphed, key, graphed)
+        outputs, loss_value, penalty, grads, mutated = graphed(moving, fixed)
+        outputs = [t.clone() for t in outputs]
+        return outputs, loss_value.clone(), penalty.clone(), grads, mutated
 
     def explain(self, *args: Any, **kwargs: Any) -> Explanation:
         """The plan for such a call: sweeps, operation counts, FLOPs, memory, rules, and why.
