@@ -21,7 +21,7 @@ from .flatten import FlattenedProgram, Replay
 from .graph import Graph, map_refs
 from .jacobian import Jacobian, SpectralNorm
 from .jacobian_program import SpectralProgram
-from .losses import make_loss
+from .losses import Loss, make_loss
 from .oracle import autograd_penalty
 from .penalties import LossGradient, Penalty
 from .plan import Plan, make_plan
@@ -121,13 +121,22 @@ class Penalised(nn.Module):
         self._graphs: dict[Any, Graph | CaptureError] = {}
         self._programs: dict[Any, Any] = {}
         self._graphed: dict[Any, GraphedStep] = {}
+        self._losses: dict[Any, Loss] = {}
         self._found_owners: dict[int, list] = {}
         self._carried: dict[Any, Tensor] = {}  # singular vectors, from call to call
         self._warned = False
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
-        for name in ("_graphs", "_programs", "_graphed", "_found_owners", "_carried", "_warned"):
+        for name in (
+            "_graphs",
+            "_programs",
+            "_graphed",
+            "_losses",
+            "_found_owners",
+            "_carried",
+            "_warned",
+        ):
             state.pop(name, None)
         return state
 
@@ -268,14 +277,27 @@ class Penalised(nn.Module):
             return own, args, None
         if own is not None:
             same = isinstance(loss, str) and type(make_loss(loss)) is type(own)
-            return (own if same else make_loss(loss)), args, None
+            return (own if same else self._made(loss)), args, None
         extras = self.penalty.extras
         if len(args) < extras + 2:
             raise InputError(
                 f"accumulate(loss={loss!r}) needs the loss's target among its arguments"
             )
         place = len(args) - extras - 1
-        return make_loss(loss), args[:place] + args[place + 1 :], args[place]
+        return self._made(loss), args[:place] + args[place + 1 :], args[place]
+
+    def _made(self, loss: Any) -> Loss:
+        """One object per loss: flat graphs are found by it. A function that the caller's loop
+        defines anew each time is known by its code, unless it captures something."""
+        key = loss if isinstance(loss, str) else id(loss)
+        plain = inspect.isfunction(loss) and not loss.__closure__
+        if plain and not loss.__defaults__ and not loss.__kwdefaults__:
+            key = loss.__code__
+        found = self._losses.get(key)
+        if found is None:
+            found = make_loss(loss)
+            _remember(self._losses, key, found)
+        return found
 
     def _take_apart(self, args: tuple, kwargs: Mapping[str, Any]) -> _Arguments:
         extras = self.penalty.extras
