@@ -6,10 +6,10 @@
               of A and k rows of B
     diagonal  J = diag(g′)W, one dense layer under a coordinate-wise g: Σ_i g′(z_i)²‖W_i‖²
 
-Each candidate's `part(state, bank, weight)` sweeps the seeds of one slice of its bank and returns
-(penalty per example, curvature sources for the gradient of Σ_b weight_b·penalty_b). Without a
-weight there is no gradient, and the tangents are not swept. `prepare(state)` yields what all parts
-share.
+Each candidate's `part(state, bank, weight, sources)` sweeps the seeds of one slice of its bank,
+returns the penalty per example and adds the curvature sources for the gradient of
+Σ_b weight_b·penalty_b. Without a weight there is no gradient, and the tangents are not swept.
+`prepare(state)` yields what all parts share.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _weighted(t: Tensor, weight: Tensor) -> Tensor:
 
 def _join(sources: Sources, value: int, part: Tensor | None) -> None:
     if part is not None:
-        sources[value] = add(sources.get(value), part)  # type: ignore[assignment]
+        sources[value] = add(sources.pop(value, None), part)  # type: ignore[assignment]
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,8 +66,8 @@ class Rows:
         return self.segment.prepare(state)
 
     def part(
-        self, state: sweeps.State, bank: Tensor, weight: Tensor | None
-    ) -> tuple[Tensor, Sources]:
+        self, state: sweeps.State, bank: Tensor, weight: Tensor | None, sources: Sources
+    ) -> Tensor:
         segment, out = self.segment, state.values[self.target]
         if self.penalty.unit_seeds:
             seeds = segment.rows(state, bank)
@@ -78,14 +78,17 @@ class Rows:
         scale = self.penalty.scale(out.shape)
         values = values * scale if scale != 1 else values
         if weight is None:
-            return values, {}
+            return values
         q = [_weighted(part, weight * scale) for part in t]
-        mixed = [_weighted(part, weight * scale) for part in z] if segment.gram else z
+        mixed = [_weighted(part, weight * scale) for part in z] if segment.gram else []
         index = bank if self.penalty.unit_seeds else None
-        h, sources = segment.push_back(state, index, z, q, mixed)
+        del seeds, t
+        if not segment.gram:
+            z = []
+        h = segment.push_back(state, index, z, q, mixed, sources)
         if self.penalty.varying and h is not None and self.target in segment.trained:
             _join(sources, self.target, self.penalty.head_of(out, bank, h))
-        return values, sources
+        return values
 
 
 @dataclass(frozen=True)
@@ -129,22 +132,23 @@ class Columns:
         return self.segment.prepare(state)
 
     def part(
-        self, state: sweeps.State, bank: Tensor, weight: Tensor | None
-    ) -> tuple[Tensor, Sources]:
+        self, state: sweeps.State, bank: Tensor, weight: Tensor | None, sources: Sources
+    ) -> Tensor:
         segment, out = self.segment, state.values[self.target]
         keep = weight is not None
         h, t, moved = segment.push(state, segment.columns(state, bank), keep)
         u = self.tip.apply(out, h) if self.tip.softmax else t
         values = _summed(u * (u if self.tip.softmax else h))
         if weight is None:
-            return values, {}
+            return values
         w = _weighted(u, weight)
-        back = self.tip.apply(out, w)
         mixed = _weighted(h, weight) if segment.gram else h
-        sources = segment.pull_back(state, bank, h, back, mixed, moved)
-        if self.target in segment.trained:
-            _join(sources, self.target, self.tip.head(out, w, h))
-        return values, sources
+        head = self.tip.head(out, w, h) if self.target in segment.trained else None
+        back = self.tip.apply(out, w)
+        del u, w, t
+        segment.pull_back(state, bank, h, back, mixed, moved, sources)
+        _join(sources, self.target, head)
+        return values
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,8 +173,8 @@ class Waist:
         return {**self.before.prepare(state), **self.behind.prepare(state)}
 
     def part(
-        self, state: sweeps.State, bank: Tensor, weight: Tensor | None
-    ) -> tuple[Tensor, Sources]:
+        self, state: sweeps.State, bank: Tensor, weight: Tensor | None, sources: Sources
+    ) -> Tensor:
         out, keep = state.values[self.target], weight is not None
         h, ht, moved = self.behind.push(state, self.behind.columns(state, bank), keep)
         u = self.tip.apply(out, h) if self.tip.softmax else ht
@@ -180,19 +184,22 @@ class Waist:
         assert isinstance(n, Tensor)
         values = per_example(m * n)
         if weight is None:
-            return values, {}
+            return values
         w = _weighted(_mix(n, u), weight)
-        back = self.tip.apply(out, w)
         mixed = _weighted(_mix(n, h), weight) if self.behind.gram else h
-        sources = self.behind.pull_back(state, bank, h, back, mixed, moved)
-        if self.target in self.behind.trained:
-            _join(sources, self.target, self.tip.head(out, w, h))
+        head = self.tip.head(out, w, h) if self.target in self.behind.trained else None
+        back = self.tip.apply(out, w)
+        del u, w, ht
+        self.behind.pull_back(state, bank, h, back, mixed, moved, sources)
+        del h, back, mixed
+        _join(sources, self.target, head)
         q = [_weighted(_mix(m, part), weight) for part in t]
-        mixed_z = [_weighted(_mix(m, part), weight) for part in z] if self.before.gram else z
-        _, more = self.before.push_back(state, bank, z, q, mixed_z)
-        for value, part in more.items():
-            _join(sources, value, part)
-        return values, sources
+        mixed_z = [_weighted(_mix(m, part), weight) for part in z] if self.before.gram else []
+        del t
+        if not self.before.gram:
+            z = []
+        self.before.push_back(state, bank, z, q, mixed_z, sources)
+        return values
 
 
 def _products(a: Tensor, b: Tensor) -> Tensor:
@@ -226,8 +233,8 @@ class Diagonal:
         return {}
 
     def part(
-        self, state: sweeps.State, bank: Tensor, weight: Tensor | None
-    ) -> tuple[Tensor, Sources]:
+        self, state: sweeps.State, bank: Tensor, weight: Tensor | None, sources: Sources
+    ) -> Tensor:
         matrix, out = state.values[self.weight], state.values[self.target]
         ones = torch.ones_like(out)
         (a,) = sweeps.backward(self.body, state, ones, keep=weight is not None)
@@ -235,13 +242,13 @@ class Diagonal:
         squares = matrix.square().sum(1)
         values = per_example(a.square() * squares)
         if weight is None:
-            return values, {}
+            return values
         along = (2 * weight).to(a.dtype)[:, None] * a
         q = along * squares
-        _, sources = sweeps.tangent(self.body, state, {self.body.penalised[0]: q})
+        sweeps.tangent(self.body, state, {self.body.penalised[0]: q}, sources=sources)
         if self.weight in self.trained:
             _join(sources, self.weight, (along * a).sum(0)[:, None] * matrix)
-        return values, sources
+        return values
 
 
 Candidate = Rows | Columns | Waist | Diagonal

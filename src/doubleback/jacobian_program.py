@@ -78,13 +78,17 @@ class Phases(Program):
         plan = self.plan
 
         def run(nested: Any) -> Any:
-            values, saved, gamma, by, given = nested
+            values, saved, summed, by, given = nested
             watch = sweeps.finite_watch(plan) if self.debug else None
-            gamma = finished(gamma, values)
-            gamma = {v: t if by is None else t * by.to(t.dtype) for v, t in gamma.items()}
+            gamma = finished(summed, values)
+            if not keep:
+                summed.clear()
+            if by is not None:
+                for v in gamma:
+                    gamma[v] = gamma[v] * by.to(gamma[v].dtype)
             for v, grad in given.items():
                 if grad is not None:
-                    gamma[v] = add(gamma.get(v), grad)
+                    gamma[v] = add(gamma.get(v), grad)  # type: ignore[assignment]
             state = sweeps.State(dict(values), dict(saved)) if keep else sweeps.State(values, saved)
             gamma = sweeps.second(plan, state, gamma, keep=keep, watch=watch)
             return [
@@ -156,7 +160,7 @@ class JacobianProgram(Phases):
         return self._sweep(swept, weight)[1]
 
     def _sweep(self, swept: Swept, weight: Tensor | None) -> tuple[Tensor, Sources]:
-        """Every seed, chunk by chunk; a chunk that does not fit is halved, once and for all."""
+        """Every seed, chunk by chunk; when a chunk does not fit, all over with half of it."""
         bank = swept.bank
         assert bank is not None
         total: Tensor | None = None
@@ -165,24 +169,29 @@ class JacobianProgram(Phases):
         while done < bank.shape[0]:
             size = min(self.chunk[0], bank.shape[0] - done)
             try:
-                values, more = self._part(swept, bank[done : done + size], weight)
+                values, sources = self._part(swept, bank[done : done + size], weight, sources)
             except torch.OutOfMemoryError:
                 self._halve(size)
+                total, sources, done = None, {}, 0
                 continue
             total = add(total, values)
-            for v, part in more.items():
-                sources[v] = add(sources.get(v), part)  # type: ignore[assignment]
             done += size
         assert total is not None
         return total, sources
 
-    def _part(self, swept: Swept, bank: Tensor, weight: Tensor | None) -> tuple[Tensor, Sources]:
-        def run(nested: Any) -> Any:
-            values, saved, seeds, by = nested
-            return self.candidate.part(sweeps.State(dict(values), dict(saved)), seeds, by)
+    def _part(
+        self, swept: Swept, bank: Tensor, weight: Tensor | None, sources: Sources
+    ) -> tuple[Tensor, Sources]:
+        """One chunk: (its share of the penalty, `sources` with its own added)."""
 
-        key = ("part", bank.shape[0], weight is None)
-        return self.replay(key, run, (swept.values, swept.saved, bank, weight))
+        def run(nested: Any) -> Any:
+            values, saved, seeds, by, into = nested
+            state = sweeps.State(dict(values), dict(saved))
+            return self.candidate.part(state, seeds, by, into), into
+
+        key = ("part", bank.shape[0], weight is None, not sources)
+        nested = (swept.values, swept.saved, bank, weight, sources)
+        return self.replay(key, run, nested, (sources,))
 
     def _halve(self, size: int) -> None:
         if size == 1 or not self.candidate.divisible:

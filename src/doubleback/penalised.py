@@ -289,10 +289,10 @@ class Penalised(nn.Module):
     def _made(self, loss: Any) -> Loss:
         """One object per loss: flat graphs are found by it. A function that the caller's loop
         defines anew each time is known by its code, unless it captures something."""
-        key = loss if isinstance(loss, str) else id(loss)
-        plain = inspect.isfunction(loss) and not loss.__closure__
-        if plain and not loss.__defaults__ and not loss.__kwdefaults__:
-            key = loss.__code__
+        key: Any = loss if isinstance(loss, str) else id(loss)
+        if inspect.isfunction(loss):
+            captured = loss.__closure__ or loss.__defaults__ or loss.__kwdefaults__
+            key = id(loss) if captured else loss.__code__
         found = self._losses.get(key)
         if found is None:
             found = make_loss(loss)

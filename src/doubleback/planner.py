@@ -54,17 +54,19 @@ def plan_jacobian(
         cost = f"{2 * seeds} sweeps through the network for every step"
         check_seed_count(seeds, MANY_SEEDS, penalty.entries == "all", cost)
     program.chunk[0] = _chunk(program, penalty, profiles, budget)
+    if price:  # the chosen one at its own chunk
+        profiles[name] = _profile(program, program.chunk[0])
     shortcuts = _shortcuts(program.candidate, penalty)
     decision = Decision(name, program.chunk[0], budget, profiles, excluded, shortcuts)
     return program, decision
 
 
-def _profile(program: JacobianProgram) -> Profile:
+def _profile(program: JacobianProgram, chunk: int | None = None) -> Profile:
     quiet = JacobianProgram(
         program.plan, program.penalty, False, Replay(False, None),
         candidate=program.candidate, chunk=[1],
     )  # fmt: skip
-    return profile(quiet)
+    return profile(quiet, chunk)
 
 
 def _choose(

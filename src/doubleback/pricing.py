@@ -9,7 +9,7 @@ number of seeds swept at once, so two sizes give all others.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,13 +31,15 @@ FLOPS_PER_BYTE = 20  # a few on a CPU, 80 to 200 on a GPU; ranks plans, predicts
 class Meter(TorchDispatchMode):
     """Counts FLOPs and live bytes of everything executed inside."""
 
-    def __init__(self) -> None:
+    def __init__(self, known: Iterable[Tensor] = ()) -> None:
+        """known: tensors that exist already and are not counted, nor are views of them."""
         super().__init__()
         self.flops = 0
         self.written = 0
         self.live = 0
         self.peak = 0
         self._users: dict[int, int] = {}
+        self._known = {t.untyped_storage()._cdata for t in known}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -54,6 +56,8 @@ class Meter(TorchDispatchMode):
         """Follow the storage of `t` until its last tensor is gone."""
         storage = t.untyped_storage()
         key, size = storage._cdata, storage.nbytes()
+        if key in self._known:
+            return
         if key not in self._users:
             self._users[key] = 0
             self.written += size
@@ -71,17 +75,23 @@ class Meter(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class Affine:
-    """fixed + slope·c."""
+    """A cost through (a, at_a) and (b, at_b), affine in the number of seeds."""
 
-    fixed: float
-    slope: float
+    a: int
+    at_a: float
+    b: int
+    at_b: float
+
+    @property
+    def slope(self) -> float:
+        return (self.at_b - self.at_a) / (self.b - self.a) if self.b > self.a else 0.0
+
+    @property
+    def fixed(self) -> float:
+        return self.at_b - self.slope * self.b
 
     def __call__(self, c: int) -> float:
         return self.fixed + self.slope * c
-
-    @staticmethod
-    def through(one: float, two: float) -> Affine:
-        return Affine(2 * one - two, two - one)
 
 
 @dataclass(frozen=True)
@@ -119,8 +129,7 @@ class Profile:
         return self.flops(chunk) + FLOPS_PER_BYTE * written
 
     def peak_bytes(self, chunk: int) -> int:
-        twice = self.sources if self.parts(chunk) > 1 else 0
-        part = self.kept + twice + self.part_peak(min(chunk, self.seeds))
+        part = self.kept + self.part_peak(min(chunk, self.seeds))
         return round(max(self.open_peak, part, self.close_peak))
 
     def operations(self) -> Operations:
@@ -143,35 +152,35 @@ class Profile:
             return self.seeds
         if not self.divisible:
             return 0
-        room = budget - self.kept - self.sources - self.part_peak.fixed
+        room = budget - self.kept - self.part_peak.fixed
         slope = self.part_peak.slope
         if max(self.open_peak, self.close_peak) > budget or room < slope:
             return 0
         return max(1, min(self.seeds, int(room // max(slope, 1))))
 
 
-def profile(program: JacobianProgram) -> Profile:
-    """Run every phase on fake tensors, the chunk with one and with two seeds."""
-    whole = not program.candidate.divisible or program.candidate.seeds == 1
-    first = program.candidate.seeds if whole else 1
-    one = _run(program, first)
-    two = one if whole else _run(program, 2)
+def profile(program: JacobianProgram, chunk: int | None = None) -> Profile:
+    """Run every phase on fake tensors, with few seeds and with `chunk` (or as many as show how
+    cost grows: peak memory is convex in the number of seeds, so large numbers tell)."""
     seeds = program.candidate.seeds
-    n = first
-    flops = (
-        Affine(0, one.part_flops / n) if whole else Affine.through(one.part_flops, two.part_flops)
-    )
-    peak = Affine(one.part_peak, 0) if whole else Affine.through(one.part_peak, two.part_peak)
-    written = (
-        Affine(one.part_written, 0) if whole else Affine.through(one.part_written, two.part_written)
-    )
-    each = one.part_operations
-    per_seed = Operations(each.forward // n, each.transpose // n, each.weight_adjoint // n)
+    most = min(seeds, chunk or 16) if program.candidate.divisible else seeds
+    few = max(1, most // 2) if program.candidate.divisible else seeds
+    large = _run(program, most)
+    small = large if few == most else _run(program, few)
+
+    def cost(name: str) -> Affine:
+        return Affine(few, getattr(small, name), most, getattr(large, name))
+
+    each = large.part_operations
+    per_seed = Operations(each.forward // most, each.transpose // most, each.weight_adjoint // most)
+    flops, written = cost("part_flops"), cost("part_written")
+    if few == most:  # one size is all there is: everything grows with it
+        flops, written = Affine(0, 0, most, flops.at_b), Affine(0, 0, most, written.at_b)
     return Profile(
-        seeds, program.candidate.divisible, one.open_flops, one.close_flops, flops,
-        one.open_operations, one.close_operations, per_seed,
-        one.open_peak, one.close_peak, one.kept, one.sources, peak,
-        one.fixed_written, written,
+        seeds, program.candidate.divisible, large.open_flops, large.close_flops, flops,
+        large.open_operations, large.close_operations, per_seed,
+        large.open_peak, large.close_peak, large.kept, large.sources, cost("part_peak"),
+        large.fixed_written, written,
     )  # fmt: skip
 
 
@@ -196,7 +205,7 @@ def _run(program: JacobianProgram, size: int) -> _Run:
     found = _Run()
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         leaves = _fake_leaves(program.plan)
-        with Meter() as meter:
+        with Meter(leaves.values()) as meter:
 
             def phase(fn: Callable[[], Any]) -> tuple[Any, int, Operations, int]:
                 before, meter.peak = meter.flops, meter.live
@@ -218,12 +227,16 @@ def _run(program: JacobianProgram, size: int) -> _Run:
             weight = program._weight(out)
             found.fixed_written = meter.written
             result, found.part_flops, found.part_operations, peak = phase(
-                lambda: program._part(swept, bank, weight)
+                lambda: program._part(swept, bank, weight, {})
             )
-            found.part_peak = peak - found.kept
-            found.part_written = meter.written - found.fixed_written
             values, sources = result
             del result
+            found.part_written = meter.written - found.fixed_written
+            if size < program.candidate.seeds:  # chunks to come find the sources of those before
+                again, _, _, peak = phase(lambda: program._part(swept, bank, weight, sources))
+                values, sources = again
+                del again
+            found.part_peak = peak - found.kept
             found.sources = sum(t.untyped_storage().nbytes() for t in sources.values())
             grads = {program.plan.target: torch.empty_like(out)}
             held, found.close_flops, found.close_operations, found.close_peak = phase(
@@ -249,7 +262,7 @@ def price(program: Program, extra: Sequence[Any]) -> Price:
     with mode, torch.no_grad():
         leaves = _fake_leaves(program.plan)
         more = pytree.tree_map_only(Tensor, mode.from_tensor, tuple(extra))
-        with Meter() as meter, recording() as operations:
+        with Meter(leaves.values()) as meter, recording() as operations:
             outputs, values, _, state = program.first(leaves, more)
             seeds = {
                 v: torch.empty_like(t)

@@ -106,23 +106,28 @@ class Segment:
         z: list[Tensor],
         q: list[Tensor],
         weighted: list[Tensor],
-    ) -> tuple[Tensor | None, Sources]:
-        """Tangents q = (2ḡ·mix) t back through the body: (their end, sources).
+        sources: Sources,
+    ) -> Tensor | None:
+        """Tangents q = (2ḡ·mix) t back through the body: their end. `q` is used up, `sources`
+        gains theirs.
 
-        weighted: (2ḡ·mix) z, from which the Gram layer's source is made.
+        weighted: (2ḡ·mix) z, from which the Gram layer's source is made; nobody else reads it
+        and z.
         """
         count = q[0].shape[0]
         start = dict(zip(self.body.penalised, q, strict=True))
-        h, sources = sweeps.tangent(self.body, state, start, seeds=count, watch=self.watch)
+        q.clear()
+        h, _ = sweeps.tangent(
+            self.body, state, start, seeds=count, watch=self.watch, sources=sources
+        )
         if self.gram is not None:
             self._gram_source(sources, weighted[0], z[0])
         if self.read is not None and self.read.weight in self.trained and h is not None:
             assert index is not None
             counted(weight_adjoint=count)
             weight = state.values[self.read.weight]
-            filled = torch.zeros_like(weight).index_add(0, index, h.sum(1).to(weight.dtype))
-            sources[self.read.weight] = add(sources.get(self.read.weight), filled)  # type: ignore[assignment]
-        return h, sources
+            self._fill(sources, weight, 0, index, h.sum(1))
+        return h
 
     # ------------------------------------------------------------------------- by columns
 
@@ -155,18 +160,26 @@ class Segment:
         w: Tensor,
         weighted: Tensor,
         moved: dict[int, tuple],
-    ) -> Sources:
-        """Cotangents w = (2ḡ·mix) t back through the body: their sources."""
+        sources: Sources,
+    ) -> None:
+        """Cotangents w = (2ḡ·mix) t back through the body; `sources` gains theirs."""
         count = w.shape[0]
-        xi, sources = sweeps.pull(self.body, state, w, moved, seeds=count)
+        xi = sweeps.pull(self.body, state, w, moved, seeds=count, sources=sources)
         if self.gram is not None:
             self._gram_source(sources, weighted, h)
         if self.read is not None and self.read.weight in self.trained and xi[0] is not None:
             counted(weight_adjoint=count)
             weight = state.values[self.read.weight]
-            filled = torch.zeros_like(weight).index_add(1, index, xi[0].sum(1).t().to(weight.dtype))
-            sources[self.read.weight] = add(sources.get(self.read.weight), filled)  # type: ignore[assignment]
-        return sources
+            self._fill(sources, weight, 1, index, xi[0].sum(1).t())
+
+    def _fill(
+        self, sources: Sources, weight: Tensor, axis: int, index: Tensor, lines: Tensor
+    ) -> None:
+        """Add rows or columns to the source of the layer that was read."""
+        assert self.read is not None
+        before = sources.pop(self.read.weight, None)
+        before = torch.zeros_like(weight) if before is None else before
+        sources[self.read.weight] = before.index_add(axis, index, lines.to(weight.dtype))
 
     # ------------------------------------------------------------------------------- both
 
@@ -196,7 +209,7 @@ class Segment:
             return
         counted(weight_adjoint=z.shape[0])
         pairs = weighted.flatten(0, 1).t() @ z.flatten(0, 1)
-        sources[self.gram_key] = add(sources.get(self.gram_key), pairs)  # type: ignore[assignment]
+        sources[self.gram_key] = add(sources.pop(self.gram_key, None), pairs)  # type: ignore[assignment]
 
 
 class GramKey(NamedTuple):

@@ -91,15 +91,18 @@ def backward(
 def tangent(
     plan: Plan,
     state: State,
-    q0: Mapping[int, Tensor],
+    q0: dict[int, Tensor],
     *,
     keep: bool = False,
     watch: Watch | None = None,
     seeds: int | None = None,
-) -> tuple[Tensor | None, dict[int, Tensor]]:
-    """(q at the penalised output, curvature sources by value). `keep`: ξ stays for a rerun."""
-    q: dict[int, Tensor] = dict(q0)
-    sources: dict[int, Tensor] = {}
+    sources: dict[Any, Tensor] | None = None,
+) -> tuple[Tensor | None, dict[Any, Tensor]]:
+    """(q at the penalised output, curvature sources by value). `keep`: ξ stays for a rerun.
+    `sources`: what to add to. The dictionaries `q0` and `sources` are used up, so that their
+    tensors are freed at their last use."""
+    q = q0
+    sources = {} if sources is None else sources
     for step, drop in zip(plan.steps, plan.drop_tangent, strict=True):
         if step.push or step.curves:
             node = step.node
@@ -120,10 +123,11 @@ def tangent(
 
 
 def push(
-    plan: Plan, state: State, q0: Mapping[int, Tensor], *, seeds: int, keep: bool = True
+    plan: Plan, state: State, q0: dict[int, Tensor], *, seeds: int, keep: bool = True
 ) -> tuple[Tensor | None, dict[int, tuple]]:
-    """Tangents before cotangents: (q at the output, what moved at each node that will bend)."""
-    q: dict[int, Tensor] = dict(q0)
+    """Tangents before cotangents: (q at the output, what moved at each node that will bend).
+    `q0` is used up."""
+    q = q0
     moved: dict[int, tuple] = {}
     for step, drop in zip(plan.steps, plan.drop_tangent, strict=True):
         node = step.node
@@ -140,11 +144,16 @@ def push(
 
 
 def pull(
-    plan: Plan, state: State, w: Tensor, moved: dict[int, tuple], *, seeds: int
-) -> tuple[tuple[Tensor | None, ...], dict[int, Tensor]]:
-    """Cotangents after tangents: (ξ at the penalised inputs, curvature sources by value)."""
+    plan: Plan,
+    state: State,
+    w: Tensor,
+    moved: dict[int, tuple],
+    *,
+    seeds: int,
+    sources: dict[Any, Tensor],
+) -> tuple[Tensor | None, ...]:
+    """Cotangents after tangents: ξ at the penalised inputs; curvature sources add to `sources`."""
     xi: dict[int, Tensor] = {plan.target: w}
-    sources: dict[int, Tensor] = {}
     for step in reversed(plan.steps):
         if not (any(step.pull) or step.curves):
             continue
@@ -158,7 +167,7 @@ def pull(
             _accumulate(step, sources, bent, step.bend)
         if any(step.pull):
             _accumulate(step, xi, _pull("backward", step, call, y, seeds), step.pull)
-    return tuple(xi.get(value) for value in plan.penalised), sources
+    return tuple(xi.get(value) for value in plan.penalised)
 
 
 def second(
@@ -239,10 +248,10 @@ def _collect(step: Step, grads: dict[int, Tensor]) -> Any:
     return parts if any(part is not None for part in parts) else None
 
 
-def _accumulate(step: Step, into: dict[int, Tensor], grads: Any, wanted: tuple[bool, ...]) -> None:
+def _accumulate(step: Step, into: dict[Any, Tensor], grads: Any, wanted: tuple[bool, ...]) -> None:
     for v, grad, want in zip(step.node.inputs, grads, wanted, strict=True):
         if want and grad is not None:
-            into[v] = add(into.get(v), grad)  # type: ignore[assignment]
+            into[v] = add(into.pop(v, None), grad)  # type: ignore[assignment]
 
 
 def _guard(sweep: str, step: Step, fn: Callable, *args: Any) -> Any:

@@ -34,8 +34,9 @@ def fusing() -> bool:
 
 
 def recording() -> bool:
-    """Whether the sweeps are being flattened at all."""
-    return get_proxy_mode() is not None
+    """Whether the sweeps are being flattened, or run on fake tensors to be priced."""
+    fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)  # type: ignore[attr-defined]
+    return fake is not None or get_proxy_mode() is not None
 
 
 library = torch.library.Library("doubleback", "FRAGMENT")

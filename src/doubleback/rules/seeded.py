@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C import _functorch  # type: ignore[attr-defined]
+from torch.utils import _pytree as pytree
 
 from ..counting import folded
 from .table import Call, Rule, Tensors, add
@@ -91,44 +92,24 @@ LOOP = Seeded("loop", _loop_backward, _loop_both)
 # --------------------------------------------------------------------------------- vmap
 
 
-def _mapped(fn: Callable[..., Any], nested: Sequence[Any], seeds: int) -> Any:
+def _mapped(fn: Callable[..., Any], nested: tuple, seeds: int) -> Any:
     """vmap over the tensors of nested tuples in which None stands for zero."""
-    leaves: list[Tensor] = []
-
-    def strip(item: Any) -> Any:
-        if isinstance(item, (tuple, list)):
-            return tuple(strip(part) for part in item)
-        if item is None:
-            return None
-        leaves.append(item)
-        return len(leaves) - 1
-
-    def fill(item: Any, given: Sequence[Tensor]) -> Any:
-        if isinstance(item, tuple):
-            return tuple(fill(part, given) for part in item)
-        return None if item is None else given[item]
-
-    places = strip(nested)
-    found: dict[str, Any] = {}
+    items, spec = pytree.tree_flatten(nested)
+    places = [i for i, item in enumerate(items) if item is not None]
+    found: list[Any] = []
 
     def run(*given: Tensor) -> tuple[Tensor, ...]:
-        result = fn(*fill(places, given))
-        kept: list[Tensor] = []
-
-        def strip_result(item: Any) -> Any:
-            if isinstance(item, (tuple, list)):
-                return tuple(strip_result(part) for part in item)
-            if item is None:
-                return None
-            kept.append(item)
-            return len(kept) - 1
-
-        found["places"] = strip_result(result)
-        return tuple(kept)
+        filled: list[Any] = [None] * len(items)
+        for place, t in zip(places, given, strict=True):
+            filled[place] = t
+        parts, result_spec = pytree.tree_flatten(fn(*pytree.tree_unflatten(filled, spec)))
+        found[:] = [result_spec, [part is not None for part in parts]]
+        return tuple(part for part in parts if part is not None)
 
     with folded(seeds):
-        results = torch.func.vmap(run)(*leaves)
-    return fill(found["places"], results)
+        results = iter(torch.func.vmap(run)(*(items[i] for i in places)))
+    result_spec, present = found
+    return pytree.tree_unflatten([next(results) if on else None for on in present], result_spec)
 
 
 _UNMAPPED: set[Any] = set()  # operators whose rule vmap cannot run
