@@ -341,6 +341,10 @@ op(
     "image",
 )
 op("spectral_norm", lambda r: nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6)), "vector")
+op("locally_connected2d", lambda r: Module(lambda m, x: fit(m.inner(x)), db.LocallyConnected2d(
+    4, 4, 4, r.choice([2, 3]), r.choice([1, 2]), 1, r.choice([1, 2]))), "image")  # fmt: skip
+op("locally_connected1d", lambda r: Module(lambda m, x: fit(m.inner(x)), db.LocallyConnected1d(
+    4, 4, 6, r.choice([2, 3]), r.choice([1, 2]), r.choice([0, 1]))), "sequence")  # fmt: skip
 op("weight_norm", lambda r: nn.utils.parametrizations.weight_norm(nn.Conv2d(4, 4, 1)), "image")
 
 # ------------------------------------------------------------------------------- normalisation

@@ -1,6 +1,7 @@
 """doubleback: training with derivatives in the loss, at close to the price of training without."""
 
 from . import operators, spaces
+from .adjoint import check_adjoint
 from .check import CheckReport, check, check_rule
 from .counting import Operations, count_operations
 from .errors import (
@@ -16,7 +17,9 @@ from .errors import (
     StaleGraphError,
     ThirdDerivativeError,
 )
+from .modules import LocallyConnected1d, LocallyConnected2d
 from .norms import Deviation, Norm, SquaredNorm
+from .optim import parameter_spaces
 from .penalised import Penalised
 from .penalties import BilinearForm, Custom, GradientMatch, LossGradient, OutputGradient
 from .rules import Call, Rule, Structure
@@ -38,6 +41,8 @@ __all__ = [
     "GradientMatch",
     "InputError",
     "LabelError",
+    "LocallyConnected1d",
+    "LocallyConnected2d",
     "LossGradient",
     "NonFiniteError",
     "Norm",
@@ -52,9 +57,11 @@ __all__ = [
     "Structure",
     "ThirdDerivativeError",
     "check",
+    "check_adjoint",
     "check_rule",
     "count_operations",
     "operators",
+    "parameter_spaces",
     "register_rule",
     "spaces",
     "unregister_rule",
