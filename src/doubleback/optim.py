@@ -56,7 +56,7 @@ def parameter_spaces(optimizer: Optimizer, spaces: Mapping[Tensor, Space]) -> Op
                     parameter.grad = space.riesz(parameter.grad)
 
     def before(_: Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-        closure = args[0] if args else kwargs.get("closure")
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0]: the optimiser
         if closure is None:
             represent()
             return None
@@ -66,8 +66,8 @@ def parameter_spaces(optimizer: Optimizer, spaces: Mapping[Tensor, Space]) -> Op
             represent()
             return result
 
-        if args:
-            return (represented, *args[1:]), kwargs
+        if len(args) > 1:
+            return (args[0], represented, *args[2:]), kwargs
         return args, {**kwargs, "closure": represented}
 
     def after(*_: Any) -> None:
