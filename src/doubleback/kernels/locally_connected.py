@@ -32,9 +32,9 @@ def _chunks(rows: int, bytes_per_row: int) -> Iterator[tuple[int, int]]:
         yield start, min(start + step, rows)
 
 
-def _places_first(y: Tensor) -> Tensor:
-    """(B, O, H′, W′) → (H′, W′, O, B), contiguous."""
-    return y.permute(2, 3, 1, 0).contiguous()
+def _places_first(y: Tensor, a: int, b: int) -> Tensor:
+    """Rows a … b of (B, O, H′, W′) as (places, O, B)."""
+    return y[:, :, a:b].permute(2, 3, 1, 0).flatten(0, 1)
 
 
 def _windows(x: Tensor, kernel: Ints, stride: Ints, padding: Ints, dilation: Ints) -> Tensor:
@@ -58,11 +58,12 @@ def _forward(x: Tensor, weight: Tensor, stride: Ints, padding: Ints, dilation: I
     rows, columns, out, _, *kernel = weight.shape
     windows = _windows(x, kernel, stride, padding, dilation)
     filters = weight.reshape(rows, columns, out, -1)
-    y = x.new_empty(rows, columns, out, x.shape[0])
+    y = x.new_empty(x.shape[0], out, rows, columns)
     for a, b in _chunks(rows, _row_bytes(windows)):
         patches = windows[a:b].reshape((b - a) * columns, -1, x.shape[0])
-        torch.bmm(filters[a:b].flatten(0, 1), patches, out=y[a:b].flatten(0, 1))
-    return y.permute(3, 2, 0, 1).contiguous()
+        part = torch.bmm(filters[a:b].flatten(0, 1), patches)
+        y[:, :, a:b] = part.reshape(b - a, columns, out, -1).permute(3, 2, 0, 1)
+    return y
 
 
 def _transpose(
@@ -72,13 +73,12 @@ def _transpose(
     rows, columns, out, channels, *kernel = weight.shape
     batch = y.shape[0]
     (kh, kw), (sh, sw), (ph, pw), (dh, dw) = kernel, stride, padding, dilation
-    filters, cotangents = weight.reshape(rows, columns, out, -1), _places_first(y)
+    filters = weight.reshape(rows, columns, out, -1)
     x = y.new_zeros(channels, sizes[0] + 2 * ph, sizes[1] + 2 * pw, batch)
     row_bytes = columns * filters.shape[-1] * batch * y.element_size()
     for a, b in _chunks(rows, row_bytes):
-        patches = torch.bmm(
-            filters[a:b].flatten(0, 1).transpose(1, 2), cotangents[a:b].flatten(0, 1)
-        ).reshape(b - a, columns, channels, kh, kw, batch)
+        patches = torch.bmm(filters[a:b].flatten(0, 1).transpose(1, 2), _places_first(y, a, b))
+        patches = patches.reshape(b - a, columns, channels, kh, kw, batch)
         for i in range(kh):
             for j in range(kw):
                 top, left = a * sh + i * dh, j * dw
@@ -94,12 +94,11 @@ def _weight_adjoint(
     """θ_p = y_p x_pᵀ."""
     windows = _windows(x, kernel, stride, padding, dilation)
     rows, columns, channels = windows.shape[:3]
-    cotangents = _places_first(y)
     weight = x.new_empty(rows, columns, y.shape[1], channels, *kernel)
     for a, b in _chunks(rows, _row_bytes(windows)):
         patches = windows[a:b].reshape((b - a) * columns, -1, x.shape[0])
         torch.bmm(
-            cotangents[a:b].flatten(0, 1),
+            _places_first(y, a, b),
             patches.transpose(1, 2),
             out=weight[a:b].view((b - a) * columns, y.shape[1], -1),
         )
