@@ -134,8 +134,8 @@ def cosines(n: int) -> tuple[Tensor, Tensor]:
 
 def judge(net: nn.Module, space: db.spaces.Space, images: Tensor, seed: int) -> dict:
     """On images not trained on: how well the critic tells noisy from real, how much of the noise
-    one step along its gradient, as the space represents it, can remove, and which frequencies the
-    gradient at the noisy images holds (share of energy per band of |ω|)."""
+    one step of the best length removes, along its gradient and along the gradient's representer in
+    the space, and which frequencies the gradient holds (share of energy per band of |ω|)."""
     generator = torch.Generator().manual_seed(1000 + seed)
     noisy = images + NOISE * torch.randn(images.shape, generator=generator)
     leaf = noisy.clone().requires_grad_()
@@ -152,15 +152,19 @@ def judge(net: nn.Module, space: db.spaces.Space, images: Tensor, seed: int) -> 
         float(energy[(radius >= a) & (radius < b)].sum() / energy.sum())
         for a, b in itertools.pairwise(bands)
     ]
-    step, noise = space.riesz(g), images - noisy
-    removed = (step * noise).sum() ** 2 / (step.square().sum() * noise.square().sum())
     return {
         "real scored above noisy": wins,
-        "noise removed by one step": float(removed),
+        "noise removed along the gradient": removed(g, images - noisy),
+        "noise removed along the representer": removed(space.riesz(g), images - noisy),
         "gradient energy below |ω| = π/2": float(energy[radius < math.pi / 2].sum() / energy.sum()),
         "mean |ω| of the gradient": float((energy * radius).sum() / energy.sum()),
         "bands": shares,
     }
+
+
+def removed(step: Tensor, noise: Tensor) -> float:
+    """1 − min_t ‖t step − noise‖² / ‖noise‖², one t for all images."""
+    return float((step * noise).sum() ** 2 / (step.square().sum() * noise.square().sum()))
 
 
 def critics(seeds: int) -> dict:

@@ -429,6 +429,23 @@ def test_locally_connected_under_autocast_and_in_half():
     torch.testing.assert_close(half.float(), exact, rtol=0.05, atol=0.05)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sixteen_bit_adjoints_round_once(dtype):
+    K = LocallyConnected((1, 1), (1, 1), (1, 1))
+    weight, x, y = (r(*s).to(dtype) for s in ((6, 6, 4, 3, 3, 3), (2, 3, 6, 6), (2, 4, 6, 6)))
+    wide = [t.double() for t in (weight, x, y)]
+    pairs = (
+        (K.forward(weight, x), K.forward(*wide[:2])),
+        (K.transpose(weight, y, x.shape), K.transpose(wide[0], wide[2], x.shape)),
+        (K.weight_adjoint(x, y, weight), K.weight_adjoint(wide[1], wide[2], weight)),
+    )
+    for found, exact in pairs:
+        assert found.dtype == dtype
+        assert float((found.double() - exact).norm()) <= torch.finfo(dtype).eps * float(
+            exact.norm()
+        )
+
+
 def test_locally_connected_operators_are_well_formed_for_torch():
     """torch.library's own tests: schema, fake shapes and autograd registration."""
     x, weight = r(2, 2, 5, 5).requires_grad_(), r(3, 3, 2, 2, 3, 3).requires_grad_()

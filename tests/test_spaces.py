@@ -5,6 +5,9 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+import subprocess
+import sys
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -264,10 +267,10 @@ def test_a_space_of_your_own():
             self.matrix, self.inverse = matrix, torch.linalg.inv(matrix)
 
         def riesz(self, g):
-            return g @ self.inverse.to(g.dtype)
+            return g @ self.constant(self.inverse, like=g)
 
         def riesz_inverse(self, u):
-            return u @ self.matrix.to(u.dtype)
+            return u @ self.constant(self.matrix, like=u)
 
     root = torch.randn(4, 4).double()
     matrix = root @ root.T + torch.eye(4).double()
@@ -279,10 +282,11 @@ def test_a_space_of_your_own():
     expected = dense_step(
         copy.deepcopy(net), x[:, None], torch.linalg.inv(matrix), lambda s: s.sqrt()
     )
-    _, *found = engine_step(net, x, db.Norm(space))
+    model, *found = engine_step(net, x, db.Norm(space), flatten_after=1)
     close(found[0], expected[0])
     for ours, theirs in zip(found[1][1:], expected[1][1:], strict=True):
         close(ours, theirs)
+    assert len(next(iter(model._programs.values()))._flat) == 2  # a tensor of one's own flattens
 
 
 def test_the_operator_norm_between_two_spaces():
@@ -392,6 +396,11 @@ def test_a_space_that_does_not_fit_the_input(space, message):
         model(torch.randn(3, 2, *SIZES, dtype=torch.float64))
 
 
+def test_measured_tables_are_those_of_the_results():
+    script = Path(__file__).parents[1] / "benchmarks" / "spaces_table.py"
+    assert subprocess.run([sys.executable, script, "--check"]).returncode == 0
+
+
 def test_equality_and_printing():
     assert spaces.Weighted(WEIGHT) == spaces.Weighted(WEIGHT.clone()) != spaces.Weighted(2 * WEIGHT)
     assert spaces.Weighted(WEIGHT) != spaces.Euclidean()
@@ -400,3 +409,22 @@ def test_equality_and_printing():
     assert pair == spaces.Product(spaces.Euclidean(), spaces.Grid(0.5))
     assert len({pair, spaces.Product(*pair.spaces), spaces.Weighted(1.0)}) == 2
     assert "shape (4, 6)" in repr(spaces.Weighted(WEIGHT))
+
+
+@pytest.mark.parametrize(
+    "space",
+    [spaces.Sobolev(1.0, 0.1, "neumann"), spaces.Grid(0.1, "trapezoid"), spaces.Weighted(2.0)],
+    ids=lambda space: type(space).__name__,
+)
+def test_spaces_inside_a_compiled_function(space):
+    """In a user's own torch.compile, without a break in the graph."""
+    u = torch.randn(3, 8, dtype=torch.float64, requires_grad=True)
+    eager = db.SquaredNorm(space).value([u]).sum()
+    compiled = torch.compile(
+        lambda t: db.SquaredNorm(space).value([t]).sum(), backend="aot_eager", fullgraph=True
+    )(u)
+    torch.testing.assert_close(compiled, eager)
+    for ours, theirs in zip(
+        torch.autograd.grad(compiled, u), torch.autograd.grad(eager, u), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .mode import library
 
-PARTS = 8  # chunks that the patches are taken in …
+PARTS = 4  # chunks that the patches are taken in …
 LEAST = 2**22  # … unless all of them are smaller than so many bytes
 
 Ints = Sequence[int]
@@ -74,7 +74,9 @@ def _transpose(
     batch = y.shape[0]
     (kh, kw), (sh, sw), (ph, pw), (dh, dw) = kernel, stride, padding, dilation
     filters = weight.reshape(rows, columns, out, -1)
-    x = y.new_zeros(channels, sizes[0] + 2 * ph, sizes[1] + 2 * pw, batch)
+    half = y.dtype in (torch.bfloat16, torch.float16)  # sums of 16-bit numbers in float32
+    shape = channels, sizes[0] + 2 * ph, sizes[1] + 2 * pw, batch
+    x = y.new_zeros(shape, dtype=torch.float32 if half else y.dtype)
     row_bytes = columns * filters.shape[-1] * batch * y.element_size()
     for a, b in _chunks(rows, row_bytes):
         patches = torch.bmm(filters[a:b].flatten(0, 1).transpose(1, 2), _places_first(y, a, b))
@@ -85,7 +87,8 @@ def _transpose(
                 place = x[:, top : top + (b - a - 1) * sh + 1 : sh]
                 place = place[:, :, left : left + (columns - 1) * sw + 1 : sw]
                 place += patches[:, :, :, i, j].permute(2, 0, 1, 3)
-    return x[:, ph : ph + sizes[0], pw : pw + sizes[1]].permute(3, 0, 1, 2).contiguous()
+    inside = x[:, ph : ph + sizes[0], pw : pw + sizes[1]].permute(3, 0, 1, 2)
+    return y.new_empty(inside.shape).copy_(inside)
 
 
 def _weight_adjoint(

@@ -15,9 +15,14 @@ from ..errors import InputError
 HALF = (torch.bfloat16, torch.float16)
 
 
+def wide_dtype(t: Tensor) -> torch.dtype:
+    """The dtype to compute in: float32 for 16-bit numbers."""
+    return torch.float32 if t.dtype in HALF else t.dtype
+
+
 def widened(t: Tensor) -> Tensor:
     """16-bit numbers as float32, all others as they are."""
-    return t.float() if t.dtype in HALF else t
+    return t.to(wide_dtype(t))
 
 
 def per_example(t: Tensor, batch_dims: int = 1) -> Tensor:
@@ -42,7 +47,8 @@ class Space(ABC):
         riesz_inverse(u) = Gu     from an element to the functional ⟨u, ·⟩ as a Euclidean gradient
 
     so that Σᵢ gᵢvᵢ = ⟨riesz(g), v⟩ for every v. All else follows, also the operator norm between
-    two spaces: the adjoint of J: X → Y is J* = X.riesz ∘ Jᵀ ∘ Y.riesz_inverse.
+    two spaces: the adjoint of J: X → Y is J* = X.riesz ∘ Jᵀ ∘ Y.riesz_inverse. A tensor that they
+    hold, they read as `self.constant(tensor, like=g)`.
 
     >>> import torch
     >>> class Damped(Space):  # ⟨u, v⟩ = 4 Σ uᵢvᵢ
@@ -73,6 +79,12 @@ class Space(ABC):
     def check(self, shape: Sequence[int]) -> None:
         """Raise an `InputError` where one example of this shape is no element of the space."""
         return None
+
+    @staticmethod
+    def constant(tensor: Tensor, like: Tensor) -> Tensor:
+        """A tensor of the space's own in dtype and on the device of `like`, in a form that
+        flattened and compiled sweeps can hold."""
+        return torch.ops.aten.lift_fresh(tensor).to(device=like.device, dtype=like.dtype)
 
     def dual_square(self, gradients: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
         """(Σ ‖g‖²_*, the representers) over several inputs, each in this space; per example.
@@ -171,9 +183,7 @@ class Weighted(Space):
 
     def _like(self, u: Tensor) -> Tensor:
         self.check(u.shape)
-        # lifted, so that sweeps that are flattened hold it as a constant
-        weight = torch.ops.aten.lift_fresh(self.weight)
-        return weight.to(device=u.device, dtype=u.dtype)
+        return self.constant(self.weight, like=u)  # type: ignore[arg-type]
 
     def riesz(self, g: Tensor) -> Tensor:
         return g / self._like(g)

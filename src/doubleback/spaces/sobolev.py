@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import InputError
-from ..kernels.mode import library
-from .base import Space, widened
+from ..kernels.mode import library, recording
+from .base import Space, wide_dtype, widened
 from .grids import check_axes, check_trailing, spacings
 
 BOUNDARIES = ("periodic", "neumann", "dirichlet")
@@ -77,10 +78,12 @@ class Sobolev(Space):
         check_trailing(self, steps, u)
         if 0 in u.shape:
             return u.clone()
-        scale = math.prod(steps) ** sign
-        return torch.ops.doubleback.sobolev(
-            u, sign * self.order, list(steps), ",".join(self.boundary), scale
-        )
+        options = sign * self.order, steps, ",".join(self.boundary), math.prod(steps) ** sign
+        if not torch.compiler.is_compiling() and recording():
+            # made now: a tensor that the first replay makes could lie in a CUDA graph's memory
+            with _disable_current_modes():
+                _multiplier(tuple(u.shape[-len(steps) :]), *options, wide_dtype(u), u.device)
+        return torch.ops.doubleback.sobolev(u, *options)
 
     def riesz(self, g: Tensor) -> Tensor:
         return self._multiply(g, -1)
@@ -112,9 +115,8 @@ def _sobolev(
             mirrored = wide.flip(axis)
             wide = torch.cat([wide, mirrored if end == "neumann" else -mirrored], axis)
     spectrum = torch.fft.rfftn(wide, dim=axes)
-    spectrum *= _multiplier(
-        sizes, float(order), tuple(spacing), boundary, float(scale), wide.dtype, wide.device
-    )
+    options = float(order), tuple(spacing), boundary, float(scale)
+    spectrum *= _multiplier(sizes, *options, wide.dtype, wide.device)
     wide = torch.fft.irfftn(spectrum, s=wide.shape[-n:], dim=axes)
     for axis, size in zip(axes, sizes, strict=True):
         wide = wide.narrow(axis, 0, size)
