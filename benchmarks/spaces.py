@@ -232,7 +232,7 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", default=["price", "local", "compiled"])
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bf16"], choices=DTYPES)
     parser.add_argument("--repeats", type=int, default=50)
-    parser.add_argument("--limit-seconds", type=float, default=50.0)
+    parser.add_argument("--limit-seconds", type=float, default=55.0)
     parser.add_argument("--out", type=Path, default=None)
     options = parser.parse_args()
     allow_tf32(True)

@@ -324,6 +324,25 @@ def test_lower_precision_is_computed_in_float32(name, dtype):
     close(q[0].double(), exact_q[0], 2 * torch.finfo(dtype).eps)
 
 
+def test_a_bfloat16_net_in_a_sobolev_space():
+    """Flattened sweeps of a 16-bit net: the penalty is float32, close to that of the same numbers
+    in float64; `accumulate` gives the same gradients as two calls."""
+    space, _ = INPUT_SPACES["sobolev"]
+    net = conv_net().bfloat16()
+    x = torch.randn(3, 2, *SIZES).bfloat16()
+    model, penalty, grads = engine_step(net, x, db.SquaredNorm(space), flatten_after=1)
+    assert penalty.dtype == torch.float32 and grads[0].dtype == torch.bfloat16
+    exact = db.Penalised(copy.deepcopy(net).double(), model.penalty)(x.double())[1]
+    assert float(penalty) == pytest.approx(float(exact.detach()), rel=0.03)
+    net.zero_grad()
+    model(x)[1].backward()
+    two = [p.grad for p in net.parameters() if p.grad is not None]
+    net.zero_grad()
+    model.accumulate(x)
+    for a, b in zip(two, (p.grad for p in net.parameters() if p.grad is not None), strict=True):
+        torch.testing.assert_close(a, b)
+
+
 def test_layout_and_empty_batches_are_kept():
     space = spaces.Sobolev(1, (0.1, 0.1))
     g = torch.randn(2, 3, 4, 4).contiguous(memory_format=torch.channels_last)
