@@ -176,11 +176,13 @@ def _make_fx_patched(net: nn.Module, x: Tensor, y: Tensor, weight: float) -> Ste
 # --- doubleback -----------------------------------------------------------------------------------
 
 
-def _doubleback(compiled: bool, one_shot: bool) -> Callable[..., Step]:
+def _doubleback(compiled: bool, one_shot: bool, graphed: bool = False) -> Callable[..., Step]:
     def build(net: nn.Module, x: Tensor, y: Tensor, weight: float) -> Step:
         import doubleback as db
 
-        model = db.Penalised(net, db.LossGradient("cross_entropy"), compile=compiled)
+        model = db.Penalised(
+            net, db.LossGradient("cross_entropy"), compile=compiled, cuda_graph=graphed
+        )
 
         def two_calls(x, y):
             out, penalty = model(x, y)
@@ -206,6 +208,10 @@ METHODS: dict[str, Method] = {
     "doubleback one-shot": Method(_doubleback(compiled=False, one_shot=True)),
     "doubleback one-shot compiled": Method(
         _doubleback(compiled=True, one_shot=True), compiled=True
+    ),
+    "doubleback one-shot graphed": Method(_doubleback(False, one_shot=True, graphed=True)),
+    "doubleback one-shot compiled graphed": Method(
+        _doubleback(True, one_shot=True, graphed=True), compiled=True
     ),
     "torch.func compiled": Method(_torch_func, compiled=True, peer=True),
     "make_fx + inductor": Method(_make_fx, compiled=True, peer=True),

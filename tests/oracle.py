@@ -11,6 +11,8 @@ A `Spec` says in plain words what a penalty is. With xi = (d out / d x)* v over 
     match:     as output, p(xi) = ||xi - target||^2
     bilinear:  v = w, R_i = <xi_i, q_i>
     custom:    v = v(out, *extras), p given
+    jacobian:  the sum over v = e_i, i in `entries` of the flattened output, of ||xi||^2; of the
+               class probabilities softmax(out) with `softmax`
 
 The norm's subgradient at xi = 0 is 0, as everywhere in torch (`torch.linalg.vector_norm`).
 """
@@ -47,6 +49,8 @@ class Spec:
     class_weights: Tensor | None = None
     ignore_index: int = -100
     extras: tuple = ()
+    softmax: bool = False
+    entries: tuple[int, ...] = ()
 
 
 @dataclass
@@ -182,14 +186,28 @@ def value(net, args, spec: Spec, wrt=0, output=None, kwargs=None) -> tuple[Any, 
     xs = penalised_inputs(net, args, kwargs, wrt)
     full = net(*args, **kwargs)
     out = choose(full, output)
+    if spec.kind == "jacobian":
+        return full, reduced(spec, jacobian_square(spec, out, xs))
     if spec.kind == "loss":
         head, v = example_losses(spec, out, *spec.extras).sum(), None
     else:
         head, v = out, seed_at_output(spec, out)
     xi = torch.autograd.grad(head, xs, v, create_graph=True, materialize_grads=True)
-    penalty = per_example(spec, xi)
-    return full, {"mean": penalty.mean, "sum": penalty.sum, "none": lambda: penalty}[
-        spec.reduction]()  # fmt: skip
+    return full, reduced(spec, per_example(spec, xi))
+
+
+def reduced(spec: Spec, penalty: Tensor) -> Tensor:
+    return {"mean": penalty.mean, "sum": penalty.sum, "none": lambda: penalty}[spec.reduction]()
+
+
+def jacobian_square(spec: Spec, out: Tensor, xs: list[Tensor]) -> Tensor:
+    """Row by row, each with its own graph."""
+    flat = (out.softmax(-1) if spec.softmax else out).flatten(1)
+    rows = [
+        torch.autograd.grad(flat[:, i].sum(), xs, create_graph=True, materialize_grads=True)
+        for i in spec.entries or range(flat.shape[1])
+    ]
+    return torch.stack([per_example(spec, xi) for xi in rows]).sum(0)
 
 
 def solve(net, args, spec: Spec, wrt=0, output=None, seed: int = 0, kwargs=None) -> Result:

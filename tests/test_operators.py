@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import doubleback as db
 from doubleback.operators import (
@@ -393,8 +394,48 @@ def test_a_locally_connected_net_against_unfolding(bias, flatten_after):
     torch.testing.assert_close(penalty.detach(), expected.detach(), rtol=1e-10, atol=0)
     pairs = [(mine, leaf), *zip(net.parameters(), other.parameters(), strict=True)]
     assert all(float((a.grad - b.grad).norm()) <= 1e-10 * float(b.grad.norm()) for a, b in pairs)
-    assert "locally_connected" not in str(model.explain(x, y).generic)
+    explanation = model.explain(x, y)
+    assert "locally_connected" not in str(explanation.generic) and explanation.layers == 3
     assert db.check(model, x, y).worst <= 1e-10
+
+
+@pytest.mark.parametrize("plan", ["rows", "columns"])
+@pytest.mark.parametrize("space", [None, Sobolev(0.7, (0.2, 0.3), "neumann")])
+def test_jacobians_of_locally_connected_nets(plan, space):
+    """Seeds join the batch of the layer, of average pools and of pixel shuffles."""
+    if plan == "columns" and space is not None:
+        pytest.skip("columns are Euclidean")
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        db.LocallyConnected2d(2, 3, 6, 3, padding=1), nn.Softplus(), nn.AvgPool2d(2),
+        nn.PixelUnshuffle(3), nn.Flatten(), nn.Linear(27, 4),
+    )  # fmt: skip
+    model = db.Penalised(net, db.Jacobian(space=space, plan=plan, chunk=3), strict=True)
+    assert db.check(model, torch.randn(3, 2, 6, 6)).worst <= 1e-10
+
+
+def test_a_spectral_norm_between_spaces():
+    net = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4))
+    spectral = db.SpectralNorm(
+        iterations=20, domain=Sobolev(1.0, 0.3, "dirichlet"), codomain=Weighted(torch.rand(4) + 0.2)
+    )
+    x = torch.randn(3, 6)
+    assert db.check(db.Penalised(net, spectral, strict=True), x).worst <= 1e-10
+
+
+def test_the_price_of_a_locally_connected_layer():
+    """Two FLOPs per example and weight, as a convolution of the same sizes."""
+    K = LocallyConnected((1, 1), (1, 1), (1, 1))
+    weight, x = torch.randn(6, 6, 4, 3, 3, 3), torch.randn(2, 3, 6, 6)
+    y = torch.randn(2, 4, 6, 6)
+    for run in (
+        lambda: K.forward(weight, x),
+        lambda: K.transpose(weight, y, x.shape),
+        lambda: K.weight_adjoint(x, y, weight),
+    ):
+        with FlopCounterMode(display=False) as counter:
+            run()
+        assert counter.get_total_flops() == 2 * 2 * weight.numel()
 
 
 def test_one_dimensional_layers_are_flat_two_dimensional_ones():

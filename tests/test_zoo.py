@@ -124,6 +124,9 @@ def library_penalty(spec: Spec):
         )  # fmt: skip
     if spec.kind == "output":
         return db.OutputGradient(spec.index, norm=norm, reduction=spec.reduction)
+    if spec.kind == "jacobian":
+        return db.Jacobian("softmax" if spec.softmax else "output", reduction=spec.reduction,
+                           entries=list(spec.entries) or None)  # fmt: skip
     if spec.kind == "match":
         return db.GradientMatch(spec.index, reduction=spec.reduction)
     if spec.kind == "bilinear":
@@ -211,6 +214,21 @@ def test_float64_parity(case):
     """Output, penalty, every parameter's and input's gradient, every buffer: each penalty."""
     bench = Bench(case)
     report(case, [line for spec in bench.specs() for line in bench.failures(spec)])
+
+
+@named(zoo.CASES)
+def test_float64_jacobian_parity(case):
+    """Every rule over a seed axis: some outputs, and all class probabilities."""
+    bench = Bench(case)
+    with torch.no_grad():
+        out = oracle.choose(bench.twin(*bench.twin_args), case.output)
+    bench.rewind()
+    size = out[0].numel()
+    some = sorted({0, size // 2, size - 1})
+    found = [Spec("jacobian", "jacobian", entries=tuple(some))] if out.dim() > 1 else []
+    if case.classes and out.dim() == 2 and case.name != "softmax_output":  # which is warned of
+        found.append(Spec("jacobian of softmax", "jacobian", softmax=True, reduction="none"))
+    report(case, [line for spec in found for line in bench.failures(spec)])
 
 
 # RReLU draws its slopes in the dtype of x, so float32 and float64 see different nets.

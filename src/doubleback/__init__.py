@@ -11,12 +11,15 @@ from .errors import (
     DoublebackError,
     InputError,
     LabelError,
+    MemoryWarning,
     NonFiniteError,
     OutputChoiceError,
+    PenaltyWarning,
     RuleError,
     StaleGraphError,
     ThirdDerivativeError,
 )
+from .jacobian import Jacobian, SpectralNorm
 from .modules import LocallyConnected1d, LocallyConnected2d
 from .norms import Deviation, Norm, SquaredNorm
 from .optim import parameter_spaces
@@ -40,18 +43,22 @@ __all__ = [
     "DoublebackError",
     "GradientMatch",
     "InputError",
+    "Jacobian",
     "LabelError",
     "LocallyConnected1d",
     "LocallyConnected2d",
     "LossGradient",
+    "MemoryWarning",
     "NonFiniteError",
     "Norm",
     "Operations",
     "OutputChoiceError",
     "OutputGradient",
     "Penalised",
+    "PenaltyWarning",
     "Rule",
     "RuleError",
+    "SpectralNorm",
     "SquaredNorm",
     "StaleGraphError",
     "Structure",

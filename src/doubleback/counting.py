@@ -31,6 +31,7 @@ class Operations:
 
 
 _active: list[Operations] = []
+_fold: list[int] = [1]
 
 
 @contextmanager
@@ -70,10 +71,21 @@ def recording() -> Iterator[Operations]:
         _active[:] = outside
 
 
+@contextmanager
+def folded(seeds: int) -> Iterator[None]:
+    """Inside, one call stands for `seeds` calls."""
+    _fold.append(_fold[-1] * seeds)
+    try:
+        yield
+    finally:
+        _fold.pop()
+
+
 def counted(forward: int = 0, transpose: int = 0, weight_adjoint: int = 0) -> None:
     """Report executed operations to every open `count_operations` block."""
     if _active:
-        done = Operations(forward, transpose, weight_adjoint)
+        n = _fold[-1]
+        done = Operations(n * forward, n * transpose, n * weight_adjoint)
         for counter in _active:
             counter.add(done)
 

@@ -49,3 +49,11 @@ class CheckError(DoublebackError, AssertionError):
 
 class CaptureWarning(UserWarning):
     """The network runs on autograd instead of the explicit sweeps."""
+
+
+class MemoryWarning(UserWarning):
+    """Fewer seeds are swept at once than planned, for want of memory."""
+
+
+class PenaltyWarning(UserWarning):
+    """A penalty is well defined but hardly what was meant."""

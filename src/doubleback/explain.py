@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from .counting import Operations
+from .jacobian import Jacobian
 from .penalties import Penalty
 from .plan import Plan, Step
+from .planner import Decision
 from .rules import Structure
 
 _COUNTED = (
     "linear", "convolution", "conv1d", "conv2d", "conv3d", "conv_transpose1d",
     "conv_transpose2d", "conv_transpose3d", "matmul", "mm", "bmm", "mv", "dot", "addmm",
-    "baddbmm", "addmv", "einsum",
+    "baddbmm", "addmv", "einsum", "locally_connected",
 )  # fmt: skip
 
 
@@ -29,6 +32,9 @@ class Explanation:
     generic: tuple[str, ...]
     prelude: int
     penalty: str
+    flops: int | None = None
+    peak_bytes: int | None = None
+    plan: dict[str, Any] = field(default_factory=dict)
 
     @property
     def total(self) -> dict[str, int]:
@@ -47,28 +53,37 @@ class Explanation:
             "operators": self.operators,
             "generic": list(self.generic),
             "prelude_nodes": self.prelude,
+            "flops": self.flops,
+            "peak_bytes": self.peak_bytes,
+            "plan": self.plan,
         }
 
     def __str__(self) -> str:
-        lines = [self.penalty, "", f"{'sweep':<10}{'nodes':>7}{'K':>6}{'Kᵀ':>6}{'K□':>6}"]
-        for name, row in self.sweeps.items():
+        width = max(10, *(len(name) + 2 for name in self.sweeps))
+        lines = [self.penalty, "", f"{'sweep':<{width}}{'nodes':>7}{'K':>7}{'Kᵀ':>7}{'K□':>7}"]
+        for name, row in (*self.sweeps.items(), ("total", self.total)):
+            nodes = row.get("nodes", "")
             lines.append(
-                f"{name:<10}{row['nodes']:>7}{row['forward']:>6}{row['transpose']:>6}"
-                f"{row['weight_adjoint']:>6}"
+                f"{name:<{width}}{nodes:>7}{row['forward']:>7}{row['transpose']:>7}"
+                f"{row['weight_adjoint']:>7}"
             )
         total = self.total
-        lines.append(
-            f"{'total':<10}{'':>7}{total['forward']:>6}{total['transpose']:>6}"
-            f"{total['weight_adjoint']:>6}"
-        )
         products = total["forward"] + total["transpose"]
         lines += [
             "",
-            f"K and Kᵀ: {products} for {self.layers} bilinear layers with the loss riding along; "
-            f"the paper's algorithm: {self.paper['penalty_and_loss']}, "
-            f"plain step: {self.paper['plain']}",
+            f"K and Kᵀ: {products} for {self.layers} bilinear layers, loss included; the paper: "
+            f"{self.paper['penalty_and_loss']}, autograd: {self.paper['autograd']}, plain step: "
+            f"{self.paper['plain']}",
+        ]
+        if self.flops is not None and self.peak_bytes is not None:
+            lines.append(
+                f"FLOPs of a step: {_si(self.flops)}; peak memory beyond parameters and input: "
+                f"{_mib(self.peak_bytes)}"
+            )
+        lines += self._plan_lines()
+        lines += [
             f"piecewise linear in x: {'yes' if self.piecewise_linear else 'no'}",
-            f"kept between the sweeps: {self.kept_bytes / 2**20:.1f} MiB",
+            f"kept between the sweeps: {_mib(self.kept_bytes)}",
             f"run before the sweeps, under autograd: {self.prelude} nodes",
             "",
             f"{'operator':<48}{'count':>6}  structure",
@@ -79,6 +94,37 @@ class Explanation:
             names = ", ".join(sorted(set(self.generic)))
             lines += ["", f"on the generic rule (reverse over reverse of that node): {names}"]
         return "\n".join(lines)
+
+    def _plan_lines(self) -> list[str]:
+        plan = self.plan
+        if not plan:
+            return []
+        lines = ["", f"{'plan':<12}{'seeds':>7}{'FLOPs':>10}{'peak':>12}"]
+        for name, row in plan["candidates"].items():
+            mark = "  ← chosen" if name == plan["chosen"] else ""
+            lines.append(
+                f"{name:<12}{row['seeds']:>7}{_si(row['flops']):>10}"
+                f"{_mib(row['peak_bytes']):>12}{mark}"
+            )
+        for name, why in plan["excluded"].items():
+            lines.append(f"{name:<12}not here: {why}")
+        lines.append(
+            f"seeds at a time: {plan['chunk']} of {plan['seeds']}, within {_mib(plan['budget'])}"
+        )
+        lines += [f"short cut: {name}: {why}" for name, why in plan["shortcuts"].items()]
+        return [*lines, ""]
+
+
+def _si(number: float) -> str:
+    for unit in ("", "k", "M", "G", "T"):
+        if number < 1000:
+            return f"{number:.3g}{unit}"
+        number /= 1000
+    return f"{number:.3g}P"
+
+
+def _mib(size: float) -> str:
+    return f"{size / 2**20:.1f} MiB"
 
 
 def explain(plan: Plan, penalty: Penalty) -> Explanation:
@@ -96,11 +142,75 @@ def explain(plan: Plan, penalty: Penalty) -> Explanation:
     for step in plan.steps:
         row = operators.setdefault(str(step.node.op), {"count": 0, "structure": _structure(step)})
         row["count"] += 1
+    paper = {
+        "plain": 2 * layers - 1,
+        "penalty_and_loss": _paper(layers, penalty),
+        "autograd": 4 * layers - 1,
+    }
     return Explanation(
-        sweeps, layers, {"plain": 2 * layers - 1, "penalty_and_loss": _paper(layers, penalty)},
-        plan.piecewise_linear, kept, operators,
+        sweeps, layers, paper, plan.piecewise_linear, kept, operators,
         tuple(str(n.op) for n in plan.generic), len(plan.prelude), repr(penalty),
     )  # fmt: skip
+
+
+def explain_jacobian(plan: Plan, penalty: Jacobian, decision: Decision) -> Explanation:
+    """What the chosen candidate runs, at what price, and what the others would have cost."""
+    base = explain(plan, penalty)
+    profile = decision.profiles[decision.chosen]
+    seeds, layers = profile.seeds, base.layers
+    outputs = plan.graph.shape(plan.target)[1:]
+    rows = penalty.projections or (penalty.seed_count((1, *outputs)) + (penalty.of == "softmax"))
+    each = profile.part_operations
+    sweeps = {
+        "forward": _counts(profile.open_operations, base.sweeps["forward"]["nodes"]),
+        f"{seeds} seeds, backward and tangent": _counts(
+            Operations(each.forward * seeds, each.transpose * seeds, each.weight_adjoint * seeds),
+            seeds * (base.sweeps["backward"]["nodes"] + base.sweeps["tangent"]["nodes"]),
+        ),
+        "second": _counts(profile.close_operations, base.sweeps["second"]["nodes"]),
+    }
+    paper = {
+        "plain": 2 * layers - 1,
+        "penalty_and_loss": 2 * rows * layers + 3 * layers - 2,
+        "autograd": 2 * rows * layers + 2 * layers - 1,
+        "naive": layers + rows * (3 * layers - 1) + layers - 1,
+    }
+    told = {
+        "chosen": decision.chosen,
+        "chunk": decision.chunk,
+        "seeds": seeds,
+        "budget": decision.budget,
+        "candidates": {
+            name: {"seeds": p.seeds, "flops": p.flops(p.seeds), "peak_bytes": p.peak_bytes(p.seeds)}
+            for name, p in decision.profiles.items()
+        },
+        "excluded": decision.excluded,
+        "shortcuts": decision.shortcuts,
+    }
+    return replace(
+        base, sweeps=sweeps, paper=paper, plan=told,
+        flops=profile.flops(decision.chunk), peak_bytes=profile.peak_bytes(decision.chunk),
+    )  # fmt: skip
+
+
+def with_iterations(told: Explanation, plan: Plan, iterations: int) -> Explanation:
+    """The power iteration's rounds beside the four sweeps: K and Kᵀ through every layer each."""
+    layers = sum(1 for s in plan.steps if _bilinear(s) and any(s.pull))
+    nodes = 2 * iterations * sum(1 for s in plan.steps if any(s.pull))
+    done = Operations(iterations * layers, iterations * layers, 0)
+    sweeps = dict(told.sweeps)
+    rest = {name: sweeps.pop(name) for name in ("backward", "tangent", "second")}
+    sweeps[f"{iterations} power iterations"] = _counts(done, nodes)
+    return replace(told, sweeps={**sweeps, **rest})
+
+
+def _counts(done: Operations, nodes: int) -> dict[str, int]:
+    return {
+        "nodes": nodes,
+        "forward": done.forward,
+        "transpose": done.transpose,
+        "weight_adjoint": done.weight_adjoint,
+    }
 
 
 def _paper(layers: int, penalty: Penalty) -> int:

@@ -267,32 +267,28 @@ class FlatState:
         return sweeps.State(*pytree.tree_unflatten(leaves, self.flat.spec)[-1])
 
 
-class FlattenedProgram:
-    """A `Program` whose sweeps run flat, with the same interface.
+class Replay:
+    """Flat graphs by key, made when first asked for.
 
     With a compiler from the first call on; otherwise after `after` calls, node by node until then.
     """
 
-    def __init__(self, program: Program, compiler: bool | str, after: int | None) -> None:
-        self.program = program
+    def __init__(self, compiler: bool | str, after: int | None) -> None:
         self.compiler = compiler
         self.after = 0 if compiler else after
         self.calls = 0
         self._flat: dict[Any, Flat] = {}
 
-    @property
-    def plan(self) -> Plan:
-        return self.program.plan
-
-    @property
-    def penalty(self) -> Penalty:
-        return self.program.penalty
-
-    def _ready(self) -> bool:
+    def tick(self) -> bool:
+        """Count one more call; whether graphs are to be used from now on."""
         self.calls += 1
+        return self.ready
+
+    @property
+    def ready(self) -> bool:
         return self.after is not None and self.calls > self.after
 
-    def _get(
+    def get(
         self,
         key: Any,
         fn: Callable[[Sequence[Tensor]], Any],
@@ -317,8 +313,40 @@ class FlattenedProgram:
                 self.after = None
         return flat
 
+    def __call__(
+        self, key: Any, fn: Callable[[Any], Any], nested: Any, consume: Sequence[dict] = ()
+    ) -> Any:
+        """fn(nested), flat where graphs are used. consume: dictionaries in `nested` that may be
+        emptied, so that their tensors are freed at their last use."""
+        if not self.ready:
+            return fn(nested)
+        pack = _Pack(nested)
+        given = (key, pack.key)
+        flat = self.get(given, lambda tensors: fn(pack.rebuild(tensors)), pack.tensors)
+        if flat is None:
+            return fn(nested)
+        for part in consume:
+            part.clear()
+        return flat(pack.tensors)
+
+
+class FlattenedProgram:
+    """A `Program` whose sweeps run flat, with the same interface."""
+
+    def __init__(self, program: Program, replay: Replay) -> None:
+        self.program = program
+        self.replay = replay
+
+    @property
+    def plan(self) -> Plan:
+        return self.program.plan
+
+    @property
+    def penalty(self) -> Penalty:
+        return self.program.penalty
+
     def first(self, leaves: Mapping[int, Tensor], extra: Sequence[Any], keep: bool = True) -> First:
-        if not self._ready():
+        if not self.replay.tick():
             return self.program.first(leaves, extra, keep)
         plan, pack = self.plan, _Pack((dict(leaves), tuple(extra)))
 
@@ -331,7 +359,7 @@ class FlattenedProgram:
             return (outputs, values, [_fresh(mutated[n], given) for n in plan.mutations]), nested
 
         key = ("first", keep, pack.key)
-        flat = self._get(key, run, pack.tensors, pass_inputs=True)
+        flat = self.replay.get(key, run, pack.tensors, pass_inputs=True)
         if flat is None:
             return self.program.first(leaves, extra, keep)
         given = pack.tensors
@@ -364,7 +392,7 @@ class FlattenedProgram:
             return self.program.last(state.rebuild(given[count:]), more, seeds, weights)
 
         tensors = pack.tensors + state.tensors
-        flat = self._get(("last", state.key, pack.key), run, tensors)
+        flat = self.replay.get(("last", state.key, pack.key), run, tensors)
         if flat is None:
             nested = state.rebuild(state.tensors)
             return self.program.last(nested, extra, grad_outputs, grad_values, keep)
@@ -380,7 +408,7 @@ class FlattenedProgram:
         target: Any,
         weight: float,
     ) -> tuple[list[Tensor], Tensor, Tensor, list[Tensor | None], dict[str, Tensor]]:
-        if not self._ready():
+        if not self.replay.tick():
             return self.program.step(leaves, extra, loss, target, weight)
         pack = _Pack((dict(leaves), tuple(extra), target))
 
@@ -388,7 +416,7 @@ class FlattenedProgram:
             values, more, y = pack.rebuild(given)
             return self.program.step(values, more, loss, y, weight)
 
-        flat = self._get(("step", loss, weight, pack.key), run, pack.tensors)
+        flat = self.replay.get(("step", loss, weight, pack.key), run, pack.tensors)
         if flat is None:
             return self.program.step(leaves, extra, loss, target, weight)
         return flat(pack.tensors)

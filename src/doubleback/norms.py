@@ -55,7 +55,7 @@ class SquaredNorm:
         return dual_square(self.space, xi)[0]
 
     def measure(self, xi: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        square, representers = dual_square(self.space, xi)
+        square, representers = dual_square(self.space, xi, wide=True)
         return square, [(2 * u).to(like.dtype) for u, like in zip(representers, xi, strict=True)]
 
 
@@ -72,7 +72,7 @@ class Norm:
         return safe_sqrt(dual_square(self.space, xi)[0])
 
     def measure(self, xi: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        square, representers = dual_square(self.space, xi)
+        square, representers = dual_square(self.space, xi, wide=True)
         norm = safe_sqrt(square)
         factor = torch.where(norm > 0, 1 / norm, 0)
         return norm, _scaled(factor, representers, xi)
@@ -99,7 +99,7 @@ class Deviation:
         return (excess.clamp(min=0) if self.one_sided else excess).square()
 
     def measure(self, xi: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        square, representers = dual_square(self.space, xi)
+        square, representers = dual_square(self.space, xi, wide=True)
         norm = safe_sqrt(square)
         excess = norm - self.target
         if self.one_sided:

@@ -33,15 +33,22 @@ def autograd_penalty(
         leaves = [t if t.requires_grad else t.detach().requires_grad_() for t in x]
         result = run(leaves)
         out = choose(result)
-        if out.requires_grad:
-            v = penalty.oracle_seed(out, *extra)
-            xi = torch.autograd.grad(
-                out, leaves, v, create_graph=graph, retain_graph=True, allow_unused=True
-            )
-        else:
-            xi = (None,) * len(leaves)
-        xi = [torch.zeros_like(t) if u is None else u for t, u in zip(leaves, xi, strict=True)]
-        value = penalty.reduce(penalty.value(xi, *extra))
+        total = None
+        for v in penalty.oracle_seeds(out, leaves, *extra) if out.requires_grad else [None]:
+            value = penalty.value(pulled(out, leaves, v, graph), *extra)
+            total = value if total is None else total + value
+        assert total is not None
+        value = penalty.reduce(total)
     if not graph:
         result, value = pytree.tree_map_only(Tensor, lambda t: t.detach(), (result, value))
     return result, value
+
+
+def pulled(out: Tensor, leaves: Sequence[Tensor], v: Tensor | None, graph: bool) -> list[Tensor]:
+    """J*v by autograd; zeros where the output does not depend on the input."""
+    xi: Sequence[Tensor | None] = (None,) * len(leaves)
+    if v is not None:
+        xi = torch.autograd.grad(
+            out, leaves, v, create_graph=graph, retain_graph=True, allow_unused=True
+        )
+    return [torch.zeros_like(t) if u is None else u for t, u in zip(leaves, xi, strict=True)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,14 +14,19 @@ from torch.utils import _pytree as pytree
 
 from .bridge import Bridge, Job, Program, _no_autocast
 from .capture import capture
+from .cuda_graphs import GraphedStep
 from .errors import CaptureError, CaptureWarning, InputError, OutputChoiceError
-from .explain import Explanation, explain
-from .flatten import FlattenedProgram
+from .explain import Explanation, explain, explain_jacobian, with_iterations
+from .flatten import FlattenedProgram, Replay
 from .graph import Graph, map_refs
-from .losses import make_loss
+from .jacobian import Jacobian, SpectralNorm
+from .jacobian_program import SpectralProgram
+from .losses import Loss, make_loss
 from .oracle import autograd_penalty
 from .penalties import LossGradient, Penalty
 from .plan import Plan, make_plan
+from .planner import plan_jacobian
+from .pricing import price
 
 CACHE_SIZE = 64  # captured graphs kept per module, oldest out first
 
@@ -62,6 +67,10 @@ class Penalised(nn.Module):
     flatten_after: without `compile`, how many calls of one shape run node by node before the
         sweeps are flattened into a straight list of kernel calls, which saves the host's time
         from then on; None: never.
+    cuda_graph: on a GPU, `accumulate` captures its whole step as one CUDA graph, which frees the
+        host altogether: for networks whose kernels are shorter than their launches. The graph
+        keeps the memory of one step; data-dependent control flow and operators that wait for the
+        device cannot be captured.
 
     >>> import torch, doubleback as db
     >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3))
@@ -83,6 +92,7 @@ class Penalised(nn.Module):
         strict: bool = False,
         debug: bool = False,
         flatten_after: int | None = 2,
+        cuda_graph: bool = False,
     ) -> None:
         super().__init__()
         if not isinstance(net, nn.Module):
@@ -99,17 +109,34 @@ class Penalised(nn.Module):
         self.strict = strict
         self.debug = debug
         self.flatten_after = flatten_after
+        self.cuda_graph = cuda_graph
+        if cuda_graph and isinstance(penalty, SpectralNorm) and penalty.warm_start:
+            raise InputError(
+                "a CUDA graph cannot carry SpectralNorm's vector from call to call; use "
+                "warm_start=False or cuda_graph=False"
+            )
         self._reset()
 
     def _reset(self) -> None:
         self._graphs: dict[Any, Graph | CaptureError] = {}
         self._programs: dict[Any, Any] = {}
+        self._graphed: dict[Any, GraphedStep] = {}
+        self._losses: dict[Any, Loss] = {}
         self._found_owners: dict[int, list] = {}
+        self._carried: dict[Any, Tensor] = {}  # singular vectors, from call to call
         self._warned = False
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
-        for name in ("_graphs", "_programs", "_found_owners", "_warned"):
+        for name in (
+            "_graphs",
+            "_programs",
+            "_graphed",
+            "_losses",
+            "_found_owners",
+            "_carried",
+            "_warned",
+        ):
             state.pop(name, None)
         return state
 
@@ -178,8 +205,8 @@ class Penalised(nn.Module):
             prelude = _run_prelude(plan, state)
             values = {v: prelude[v].detach() for v in (*plan.penalised, *plan.leaves)}
             with torch.no_grad():
-                outputs, loss_value, penalty, grads, mutated = program.step(
-                    values, _extra(call), own_loss, target, float(weight)
+                outputs, loss_value, penalty, grads, mutated = self._step(
+                    program, values, _extra(call), own_loss, target, float(weight)
                 )
             ends = [prelude[v] for v in (*plan.penalised, *plan.effective)]
             pairs = [(t, g) for t, g in zip(ends, grads, strict=True) if g is not None]
@@ -189,13 +216,55 @@ class Penalised(nn.Module):
         prelude = {v: t.detach() for v, t in prelude.items()}
         return self._assemble(plan, outputs, prelude), loss_value, penalty
 
+    def _step(
+        self, program: Any, values: Mapping[int, Tensor], extra: tuple, loss: Any, target: Any,
+        weight: float,
+    ) -> tuple:  # fmt: skip
+        """All four sweeps, as one CUDA graph where that was asked for."""
+        if not (self.cuda_graph and values[program.plan.penalised[0]].is_cuda):
+            return program.step(values, extra, loss, target, weight)
+        moves = set(program.plan.penalised)
+        moving = ({v: t for v, t in values.items() if v in moves}, extra, target)
+        fixed = {v: t for v, t in values.items() if v not in moves}
+
+        def run(given: Any, rest: Any) -> tuple:
+            x, more, y = given
+            return program.step({**x, **rest}, more, loss, y, weight)
+
+        layouts = tuple(t.stride() for t in pytree.tree_leaves(moving) if isinstance(t, Tensor))
+        key = (id(program), loss, weight, layouts)
+        graphed = self._graphed.get(key)
+        if graphed is None:
+            graphed = GraphedStep(run, moving, fixed)
+            _remember(self._graphed, key, graphed)
+        outputs, loss_value, penalty, grads, mutated = graphed(moving, fixed)
+        outputs = [t.clone() for t in outputs]
+        return outputs, loss_value.clone(), penalty.clone(), grads, mutated
+
     def explain(self, *args: Any, **kwargs: Any) -> Explanation:
-        """The plan for such a call: sweeps, operation counts, memory, rules, and why."""
+        """The plan for such a call: sweeps, operation counts, FLOPs, memory, rules, and why.
+
+        FLOPs and memory are those of a whole step, gradients included, found by running it on
+        tensors without numbers; None where an operator needs numbers.
+        """
         call = self._take_apart(args, kwargs)
         graph = self._graph(call, strict=True)
         assert graph is not None
         program, _ = self._program(graph, call, gradients=True)
-        return explain(program.plan, self.penalty)
+        plan, quiet = program.plan, Replay(False, None)
+        if isinstance(self.penalty, Jacobian):
+            _, decision = plan_jacobian(plan, self.penalty, False, quiet, price=True)
+            return explain_jacobian(plan, self.penalty, decision)
+        told = explain(plan, self.penalty)
+        bare: Program = Program(plan, self.penalty)
+        if isinstance(self.penalty, SpectralNorm):
+            bare = SpectralProgram.build(plan, self.penalty, False, quiet, {})
+            told = with_iterations(told, plan, self.penalty.iterations)
+        try:
+            cost = price(bare, _extra(call))
+        except (RuntimeError, TypeError):  # an operator that no fake tensor can run
+            return told
+        return replace(told, flops=cost.flops, peak_bytes=cost.peak_bytes)
 
     def extra_repr(self) -> str:
         return f"penalty={self.penalty!r}, compile={self.compile_mode!r}"
@@ -208,14 +277,27 @@ class Penalised(nn.Module):
             return own, args, None
         if own is not None:
             same = isinstance(loss, str) and type(make_loss(loss)) is type(own)
-            return (own if same else make_loss(loss)), args, None
+            return (own if same else self._made(loss)), args, None
         extras = self.penalty.extras
         if len(args) < extras + 2:
             raise InputError(
                 f"accumulate(loss={loss!r}) needs the loss's target among its arguments"
             )
         place = len(args) - extras - 1
-        return make_loss(loss), args[:place] + args[place + 1 :], args[place]
+        return self._made(loss), args[:place] + args[place + 1 :], args[place]
+
+    def _made(self, loss: Any) -> Loss:
+        """One object per loss: flat graphs are found by it. A function that the caller's loop
+        defines anew each time is known by its code, unless it captures something."""
+        key = loss if isinstance(loss, str) else id(loss)
+        plain = inspect.isfunction(loss) and not loss.__closure__
+        if plain and not loss.__defaults__ and not loss.__kwdefaults__:
+            key = loss.__code__
+        found = self._losses.get(key)
+        if found is None:
+            found = make_loss(loss)
+            _remember(self._losses, key, found)
+        return found
 
     def _take_apart(self, args: tuple, kwargs: Mapping[str, Any]) -> _Arguments:
         extras = self.penalty.extras
@@ -325,11 +407,19 @@ class Penalised(nn.Module):
                 graph, penalised, target, wanted,  # type: ignore[arg-type]
                 varying_seed=self.penalty.varying,
             )  # fmt: skip
-            program = Program(plan, self.penalty, self.debug)
-            if not self.debug:
-                program = FlattenedProgram(program, self.compile_mode, self.flatten_after)
+            program = self._make_program(plan)
             _remember(self._programs, key, program)
         return program, state
+
+    def _make_program(self, plan: Plan) -> Any:
+        after = None if self.debug else self.flatten_after
+        replay = Replay(False if self.debug else self.compile_mode, after)
+        if isinstance(self.penalty, Jacobian):
+            return plan_jacobian(plan, self.penalty, self.debug, replay)[0]
+        if isinstance(self.penalty, SpectralNorm):
+            return SpectralProgram.build(plan, self.penalty, self.debug, replay, self._carried)
+        program = Program(plan, self.penalty, self.debug)
+        return program if self.debug else FlattenedProgram(program, replay)
 
     def _owners(self, graph: Graph) -> list[tuple[nn.Module, str, int, bool]]:
         """For each parameter and buffer: its module, its name there, its value, whether written."""

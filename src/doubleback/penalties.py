@@ -62,6 +62,10 @@ class Penalty(ABC):
         """v as autograd finds it, for the oracle."""
         return self.seed(out, *extra)
 
+    def oracle_seeds(self, out: Tensor, x: Sequence[Tensor], *extra: Tensor) -> Sequence[Tensor]:
+        """Every v whose penalty p(J*v) adds to the total, for the oracle."""
+        return [self.oracle_seed(out, *extra)]
+
     def check(self, out_shape: Sequence[int], x: Sequence[Tensor], *extra: Any) -> None:
         """Raise an `InputError` where the arguments do not fit; nothing to check by default."""
         return None

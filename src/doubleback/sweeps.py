@@ -7,6 +7,9 @@
 
 Pure functions of tensors: they run eagerly, or are flattened into one graph and compiled. A
 value leaves its dictionary at its last use; ξ leaves as soon as its source or K□ is taken.
+
+With `seeds` the cotangents and tangents carry a leading axis of that many seeds, and sources are
+summed over it (theory §5.2), so that one second sweep serves all seeds.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from torch.utils import _pytree as pytree
 
 from .errors import DoublebackError, NonFiniteError, RuleError
 from .plan import Plan, Step
-from .rules import Call, add
+from .rules import Call, add, seeded
 
 Watch = Callable[[str, Step, Any], None]
 
@@ -60,7 +63,13 @@ def forward(plan: Plan, leaves: Mapping[int, Tensor], watch: Watch | None = None
 
 
 def backward(
-    plan: Plan, state: State, v: Tensor, *, keep: bool = True, watch: Watch | None = None
+    plan: Plan,
+    state: State,
+    v: Tensor,
+    *,
+    keep: bool = True,
+    watch: Watch | None = None,
+    seeds: int | None = None,
 ) -> tuple[Tensor | None, ...]:
     """ξ₀ = J*v for each penalised input. `keep`: remember ξ where curvature will need it."""
     xi: dict[int, Tensor] = {plan.target: v}
@@ -72,7 +81,7 @@ def backward(
             continue
         if keep and step.keeps_xi:
             state.xi[step.node.index] = y
-        grads = _guard("backward", step, step.rule.backward, _call(plan, step, state), y, step.pull)
+        grads = _pull("backward", step, _call(plan, step, state), y, seeds)
         if watch is not None:
             watch("backward", step, grads)
         _accumulate(step, xi, grads, step.pull)
@@ -86,6 +95,7 @@ def tangent(
     *,
     keep: bool = False,
     watch: Watch | None = None,
+    seeds: int | None = None,
 ) -> tuple[Tensor | None, dict[int, Tensor]]:
     """(q at the penalised output, curvature sources by value). `keep`: ξ stays for a rerun."""
     q: dict[int, Tensor] = dict(q0)
@@ -96,21 +106,59 @@ def tangent(
             moved = tuple(q.get(v) for v in node.inputs)
             xi = state.xi.get(node.index) if keep else state.xi.pop(node.index, None)
             if any(part is not None for part in moved):
-                out, bent = _guard(
-                    "tangent", step, step.rule.both, _call(plan, step, state), xi, moved,
-                    step.bend, step.push,
-                )  # fmt: skip
+                call = _call(plan, step, state)
+                out, bent = _both("tangent", step, call, xi, moved, step.push, seeds)
                 if watch is not None:
                     watch("tangent", step, (out, bent))
-                if step.push and out is not None:
-                    for value, part in zip(node.outputs, out if node.many else (out,), strict=True):
-                        if part is not None:
-                            q[value] = part
+                if step.push:
+                    _spread(step, q, out)
                 if step.curves:
                     _accumulate(step, sources, bent, step.bend)
         for v in drop:
             q.pop(v, None)
     return q.get(plan.target), sources
+
+
+def push(
+    plan: Plan, state: State, q0: Mapping[int, Tensor], *, seeds: int, keep: bool = True
+) -> tuple[Tensor | None, dict[int, tuple]]:
+    """Tangents before cotangents: (q at the output, what moved at each node that will bend)."""
+    q: dict[int, Tensor] = dict(q0)
+    moved: dict[int, tuple] = {}
+    for step, drop in zip(plan.steps, plan.drop_tangent, strict=True):
+        node = step.node
+        parts = tuple(q.get(v) for v in node.inputs)
+        if any(part is not None for part in parts):
+            if keep and step.curves:
+                moved[node.index] = parts
+            if step.push:
+                call = _call(plan, step, state)
+                _spread(step, q, _both("tangent", step, call, None, parts, True, seeds)[0])
+        for v in drop:
+            q.pop(v, None)
+    return q.get(plan.target), moved
+
+
+def pull(
+    plan: Plan, state: State, w: Tensor, moved: dict[int, tuple], *, seeds: int
+) -> tuple[tuple[Tensor | None, ...], dict[int, Tensor]]:
+    """Cotangents after tangents: (ξ at the penalised inputs, curvature sources by value)."""
+    xi: dict[int, Tensor] = {plan.target: w}
+    sources: dict[int, Tensor] = {}
+    for step in reversed(plan.steps):
+        if not (any(step.pull) or step.curves):
+            continue
+        y = _collect(step, xi)
+        if y is None:
+            continue
+        call = _call(plan, step, state)
+        parts = moved.pop(step.node.index, None)
+        if parts is not None:
+            bent = _both("backward", step, call, y, parts, False, seeds)[1]
+            _accumulate(step, sources, bent, step.bend)
+        if any(step.pull):
+            _accumulate(step, xi, _pull("backward", step, call, y, seeds), step.pull)
+    return tuple(xi.get(value) for value in plan.penalised), sources
 
 
 def second(
@@ -137,6 +185,32 @@ def second(
             for v in drop:
                 state.values.pop(v, None)
     return gamma
+
+
+def _pull(sweep: str, step: Step, call: Call, y: Any, seeds: int | None) -> Any:
+    if seeds is None:
+        return _guard(sweep, step, step.rule.backward, call, y, step.pull)
+    return _guard(sweep, step, lambda c: seeded.backward(step.rule, c, y, step.pull, seeds), call)
+
+
+def _both(
+    sweep: str, step: Step, call: Call, xi: Any, moved: tuple, need: bool, seeds: int | None
+) -> Any:
+    if seeds is None:
+        return _guard(sweep, step, step.rule.both, call, xi, moved, step.bend, need)
+    return _guard(
+        sweep, step,
+        lambda c: seeded.both(step.rule, c, xi, moved, step.bend, need, seeds), call,
+    )  # fmt: skip
+
+
+def _spread(step: Step, q: dict[int, Tensor], out: Any) -> None:
+    """Enter a node's tangents; None is zero."""
+    if out is None:
+        return
+    for value, part in zip(step.node.outputs, out if step.node.many else (out,), strict=True):
+        if part is not None:
+            q[value] = part
 
 
 def _call(plan: Plan, step: Step, state: State) -> Call:

@@ -10,11 +10,13 @@ the patches of one chunk exist at a time.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 from .mode import library
 
@@ -185,3 +187,12 @@ weight_adjoint = _define(
     f"locally_connected_weight_adjoint(Tensor x, Tensor y, int[] kernel, {_GEOMETRY}) -> Tensor",
     _weight_adjoint, _fake_weight_adjoint, _backward_of_weight_adjoint, _save,
 )  # fmt: skip
+
+
+@register_flop_formula([forward, transpose, weight_adjoint])
+def _flops(first: Any, second: Any, *rest: Any, out_shape: Any = None, **named: Any) -> int:
+    """One multiplication and one addition per example and entry of θ, whichever the result."""
+    shapes = (first, second, out_shape)
+    (weight,) = (shape for shape in shapes if len(shape) == 6)
+    batch = next(shape for shape in shapes if len(shape) == 4)[0]
+    return 2 * batch * math.prod(weight)

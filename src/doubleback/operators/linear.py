@@ -65,7 +65,7 @@ class AveragePool(Operator):
         flat = len(self.kernel) == 1
         if flat:
             y, shape = y.unsqueeze(-2), (*shape[:-1], 1, shape[-1])
-        last = y.dim() == 4 and y.is_contiguous(memory_format=torch.channels_last)
+        last = y.dim() == 4 and y.shape[1] > 1 and y.stride(1) == 1  # channels last
         form = torch.channels_last if last else torch.contiguous_format
         unread = torch.empty(tuple(shape), dtype=y.dtype, device=y.device, memory_format=form)
         x = _POOLS[len(self.kernel)][1](y, unread, *self._options())

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..graph import Ref
+from .seeded import VMAP
 from .structures import broadcast_adjoint, linear
 from .table import Call, Rule, Structure, Tensors, add, overload, run
 
@@ -105,6 +106,7 @@ def _div() -> Rule:
         reads=frozenset({"inputs", "output"}),
         reads_inputs=lambda live: (False, True) if len(live) == 2 else (True,),
         curves=lambda i, j: (i, j) != (0, 0),
+        seeded=VMAP,
     )  # fmt: skip
 
 

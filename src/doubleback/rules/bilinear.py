@@ -14,6 +14,7 @@ from ..graph import Ref
 from ..kernels import locally_connected as local
 from ..operators import Convolution, Dense, LocallyConnected
 from ..operators.multilinear import einsum_adjoint, einsum_parts, is_plain
+from .seeded import fold
 from .structures import bilinear, broadcast_adjoint
 from .table import Call, Rule, Tensors, overload, sum_to
 
@@ -40,6 +41,7 @@ def _linear() -> Rule:
             DENSE.forward(call.inputs[1], call.inputs[0], (*call.inputs, None)[2]),  # type: ignore[arg-type]
             None,
         ),
+        seeded=fold(0, lambda call: len(call.metas[0].shape) > 1),
     )
 
 
@@ -121,7 +123,10 @@ def _convolution() -> Rule:
     def offset(call: Call, b: Tensor) -> Tensor:
         return b.reshape(-1, *(1,) * (len(call.metas[1].shape) - 2))
 
-    return bilinear(product, adjoint0, adjoint1, forward=forward, backward=pull, offset=offset)
+    return bilinear(
+        product, adjoint0, adjoint1, forward=forward, backward=pull, offset=offset,
+        seeded=fold(0, lambda call: not _unbatched(call)),
+    )  # fmt: skip
 
 
 # ------------------------------------------------------------------- locally connected
@@ -144,6 +149,7 @@ def _locally_connected() -> Rule:
         adjoint0=lambda call, weight, y: operator(call).transpose(weight, y, call.metas[0].shape),
         adjoint1=lambda call, x, y: operator(call).weight_adjoint(x, y, call.metas[1].shape),
         forward=lambda call: (product(call, call.value(0), call.value(1)), None),
+        seeded=fold(0, lambda call: True),
     )
 
 
@@ -195,7 +201,10 @@ def _matmul() -> Rule:
         counted(forward=1)
         return call.apply(call.inputs), None
 
-    return bilinear(product, adjoint0, adjoint1, forward=forward)
+    def by_weight(call: Call) -> bool:
+        return len(call.metas[0].shape) > 1 and len(call.metas[1].shape) == 2
+
+    return bilinear(product, adjoint0, adjoint1, forward=forward, seeded=fold(0, by_weight))
 
 
 def _addmm() -> Rule:
@@ -244,6 +253,7 @@ def _addmm() -> Rule:
         curvature=curvature,
         reads_inputs=lambda live: (False, live[2], live[1]),
         curves=lambda i, j: (i, j) in ((1, 2), (2, 1)),
+        seeded=fold(1, lambda call: len(call.metas[1].shape) == len(call.metas[2].shape) == 2),
     )
 
 

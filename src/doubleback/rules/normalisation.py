@@ -11,6 +11,7 @@ from torch import Tensor
 from ..graph import Ref
 from ..kernels import mode, opaque
 from ..kernels.standardisation import Groups, standardise, standardise_backward
+from .seeded import LOOP, VMAP, choose
 from .structures import generic
 from .table import Call, Rule, Structure, Tensors, overload, tangent_of
 
@@ -170,6 +171,7 @@ def _batch_norm_eval() -> Rule:
         Structure.BILINEAR, lambda call: (call.apply(call.inputs), None), backward, tangent,
         tangent_curvature=both,
         curves=lambda i, j: i != j,
+        seeded=choose(lambda call, q: LOOP if _moves_parameters(q) else VMAP),
     )  # fmt: skip
 
 

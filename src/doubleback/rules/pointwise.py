@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .seeded import VMAP
 from .structures import coordinatewise, linear
 from .table import Call, Rule, Structure, Tensors, add, overload, run, sum_to
 
@@ -136,7 +137,10 @@ def _prelu() -> Rule:
             s_w = per_weight(call, below(call, xi * q[0]))
         return s_x, s_w
 
-    return Rule(Structure.BILINEAR, run, backward, tangent, curvature, curves=lambda i, j: i != j)
+    return Rule(
+        Structure.BILINEAR, run, backward, tangent, curvature, curves=lambda i, j: i != j,
+        seeded=VMAP,
+    )  # fmt: skip
 
 
 # ------------------------------------------------------------------- smooth activations

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..operators import AveragePool
+from .seeded import fold
 from .structures import linear
 from .table import Call, Rule, Structure, Tensors, overload, tangent_of
 
@@ -115,11 +117,12 @@ def _average_pool(n: int) -> Rule:
             get(6, "divisor_override"),
         )  # fmt: skip
 
-    return linear(
+    rule = linear(
         lambda call, y: operator(call).transpose(None, y, call.metas[0].shape),
         tangent=lambda call, q: operator(call).forward(None, tangent_of(q)),
         forward=lambda call: (operator(call).forward(None, call.value(0)), None),
     )
+    return replace(rule, seeded=fold(0, lambda call: len(call.metas[0].shape) == n + 2))
 
 
 def rules() -> Iterator[tuple[Any, Rule]]:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .seeded import VMAP
 from .structures import widened
 from .table import Call, Rule, Structure, Tensors, overload, tangent_of
 
@@ -119,7 +120,7 @@ def _general(
 ) -> Rule:
     from .table import run
 
-    return Rule(Structure.GENERAL, run, backward, tangent, curvature, reads=reads)
+    return Rule(Structure.GENERAL, run, backward, tangent, curvature, reads=reads, seeded=VMAP)
 
 
 def rules() -> Iterator[tuple[Any, Rule]]:

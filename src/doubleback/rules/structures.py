@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import opaque
+from .seeded import VMAP, Seeded, broadcast, vmapped
 from .table import Call, Rule, Structure, Tensors, add, run, sum_to, tangent_of, zeros
 
 
@@ -48,6 +49,7 @@ def linear(
         tangent=tangent or _apply_to_tangents,
         reads=reads,
         curves=lambda i, j: False,
+        seeded=_BY_VJP if transpose is None and backward is None else VMAP,
     )
 
 
@@ -67,6 +69,29 @@ def _transpose_by_reverse_mode(call: Call, y: Any, wanted: Sequence[bool]) -> Te
         ]
         outputs = like_output(call.apply(inputs), call.node.many)
     return _vjp(outputs, inputs, like_output(y, call.node.many), wanted)
+
+
+def _transpose_by_vjp(call: Call, y: Any, wanted: Sequence[bool]) -> Tensors:
+    """The same by `torch.func`, which composes with vmap."""
+    slots = [i for i, want in enumerate(wanted) if want]
+
+    def run(*moved: Tensor) -> tuple:
+        given = [
+            zeros(m) if m.differentiable else v
+            for m, v in zip(call.metas, call.inputs, strict=True)
+        ]
+        for slot, t in zip(slots, moved, strict=True):
+            given[slot] = t
+        outputs = like_output(call.apply(given), call.node.many)
+        return tuple(o for o, part in zip(outputs, parts, strict=True) if part is not None)
+
+    parts = like_output(y, call.node.many)
+    pull = torch.func.vjp(run, *(zeros(call.metas[slot]) for slot in slots))[1]
+    found = iter(pull(tuple(part for part in parts if part is not None)))
+    return tuple(next(found) if want else None for want in wanted)
+
+
+_BY_VJP = vmapped(_transpose_by_vjp)
 
 
 def _vjp(outputs: Sequence, inputs: Sequence, y: Sequence, wanted: Sequence[bool]) -> Tensors:
@@ -98,6 +123,7 @@ def bilinear(
     forward: Callable[[Call], tuple[Any, Any]] = run,
     backward: Callable[[Call, Tensor, Sequence[bool]], Tensors] | None = None,
     offset: Callable[[Call, Tensor], Tensor] | None = None,
+    seeded: Seeded = VMAP,
 ) -> Rule:
     """y = B(u₀, u₁) + b, bilinear in the first two tensor inputs, plus an offset.
 
@@ -149,6 +175,7 @@ def bilinear(
         reads=frozenset({"inputs"}),
         reads_inputs=reads_inputs,
         curves=lambda i, j: (i, j) in ((0, 1), (1, 0)),
+        seeded=seeded,
     )
 
 
@@ -195,6 +222,18 @@ def coordinatewise(
         return (back(second(call, wide) * h * xi), *(None for _ in call.inputs[1:]))
 
     piecewise = second is None
+
+    def scale_seeds(call: Call, y: Tensor) -> Tensor:
+        """g′ once, whatever the number of seeds; a rectifier reads its mask as it goes."""
+        if piecewise and fused is not None:
+            return fused(call, y, value(call))
+        return first(call, widened(value(call))[0]).to(y.dtype) * y
+
+    def bend_seeds(call: Call, pairs: Tensor) -> Tensor:
+        assert second is not None
+        wide, back = widened(value(call))
+        return back(second(call, wide) * pairs)
+
     return Rule(
         structure=Structure.PIECEWISE_LINEAR if piecewise else Structure.COORDINATEWISE,
         forward=forward,
@@ -206,6 +245,8 @@ def coordinatewise(
         curvature=None if piecewise else curvature,
         reads=frozenset({"output" if of == "output" else "inputs"}),
         curves=(lambda i, j: False) if piecewise else (lambda i, j: True),
+        seeded=broadcast(scale_seeds, None if piecewise else bend_seeds),
+        diagonal=True,
     )
 
 

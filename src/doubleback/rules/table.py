@@ -105,6 +105,8 @@ class Rule:
     curves(i, j): whether s_i depends on q_j, that is, whether ∂_i∂_jF can differ from zero.
     own: False for the generic rule, which any operator without a rule of its own runs on.
     tangent_curvature: both at once where they share work: (q_y | None, sources).
+    seeded: how it runs over many seeds at once (see `seeded.py`); None: one after another.
+    diagonal: whether ∂F is diagonal: coordinate-wise, in one activation.
     """
 
     structure: Structure
@@ -119,6 +121,8 @@ class Rule:
     reads_inputs: Callable[[Sequence[bool]], Sequence[bool]] | None = None
     curves: Callable[[int, int], bool] = lambda i, j: True
     own: bool = True
+    seeded: Any = None
+    diagonal: bool = False
 
     def __post_init__(self) -> None:
         curved = self.curvature is not None or self.tangent_curvature is not None

@@ -60,6 +60,12 @@ class Space(ABC):
     tensor([6., 6.])
     """
 
+    @property
+    def hilbert(self) -> bool:
+        """Whether the norm comes from an inner product, so that sums of squares do not depend on
+        the directions that they are taken in."""
+        return True
+
     @abstractmethod
     def riesz(self, g: Any) -> Any:
         """G⁻¹g, the representer of the functional u ↦ Σ gᵢuᵢ."""
@@ -102,14 +108,22 @@ class Space(ABC):
         return total, representers
 
 
-def dual_square(space: Space, gradients: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-    """`space.dual_square` after a check of the gradients' shapes; axis 0 is the batch."""
+def dual_square(
+    space: Space, gradients: Sequence[Tensor], wide: bool = False
+) -> tuple[Tensor, list[Tensor]]:
+    """`space.dual_square` after a check of the gradients' shapes; axis 0 is the batch.
+
+    wide: leave the representers of 16-bit gradients in float32, for what is still to come.
+    """
     if isinstance(space, Product):
         space.check_count(gradients)
     else:
         for g in gradients:
             space.check(tuple(g.shape[1:]))
-    return space.dual_square(gradients)
+    square, representers = space.dual_square(gradients)
+    if wide:
+        return square, representers
+    return square, [u.to(g.dtype) for u, g in zip(representers, gradients, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -218,6 +232,10 @@ class Product(Space):
 
     def __repr__(self) -> str:
         return f"Product({', '.join(map(repr, self.spaces))})"
+
+    @property
+    def hilbert(self) -> bool:
+        return all(space.hilbert for space in self.spaces)
 
     def _pairs(self, parts: Any) -> list[tuple[Any, Any]]:
         if not isinstance(parts, (tuple, list)) or len(parts) != len(self.spaces):

@@ -53,6 +53,10 @@ class Lp(Space):
             return math.inf
         return 1.0 if self.p == math.inf else self.p / (self.p - 1)
 
+    @property
+    def hilbert(self) -> bool:
+        return self.p == 2
+
     def check(self, shape: Sequence[int]) -> None:
         self.measure.check(shape)
 

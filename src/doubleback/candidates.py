@@ -1,0 +1,390 @@
+"""The ways to sweep ‖J‖²_F and its gradient: what each costs is for `pricing` to say.
+
+    rows      C cotangents e⟨i⟩, or directions vᵢ: Σ‖J*vᵢ‖²
+    columns   dim x tangents e⟨k⟩: Σ‖J e⟨k⟩‖²
+    waist     J = AB where every path crosses a layer of width k: ‖AB‖² = ⟨AᵀA, BBᵀ⟩, k columns
+              of A and k rows of B
+    diagonal  J = diag(g′)W, one dense layer under a coordinate-wise g: Σ_i g′(z_i)²‖W_i‖²
+
+Each candidate's `part(state, bank, weight)` sweeps the seeds of one slice of its bank and returns
+(penalty per example, curvature sources for the gradient of Σ_b weight_b·penalty_b). Without a
+weight there is no gradient, and the tangents are not swept. `prepare(state)` yields what all parts
+share.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import sweeps
+from .jacobian import Jacobian
+from .plan import Plan, make_plan
+from .rules import add
+from .rules.softmax import softmax_curvature
+from .segments import SAME_ENTRIES, Segment, Sources, first_dense, make_segment, width
+from .spaces import Euclidean, per_example
+
+
+def _summed(pairs: Tensor) -> Tensor:
+    """(seeds, batch, …) → one number per example, in float32 at least."""
+    seeds, batch = pairs.shape[:2]
+    return per_example(pairs.flatten(0, 1)).reshape(seeds, batch).sum(0)
+
+
+def _weighted(t: Tensor, weight: Tensor) -> Tensor:
+    """2·weight_b·t⟨i⟩_b."""
+    return (2 * weight).to(t.dtype).reshape(1, -1, *(1,) * (t.dim() - 2)) * t
+
+
+def _join(sources: Sources, value: int, part: Tensor | None) -> None:
+    if part is not None:
+        sources[value] = add(sources.get(value), part)  # type: ignore[assignment]
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """Cotangents, one per output or direction."""
+
+    segment: Segment
+    penalty: Jacobian
+    target: int
+    name: str = "rows"
+    divisible: bool = True
+
+    @property
+    def seeds(self) -> int:
+        return self.penalty.seed_count(self.segment.body.graph.shape(self.target))
+
+    def bank(self, state: sweeps.State) -> Tensor:
+        return self.penalty.bank(state.values[self.target])
+
+    def prepare(self, state: sweeps.State) -> dict[Any, Tensor]:
+        return self.segment.prepare(state)
+
+    def part(
+        self, state: sweeps.State, bank: Tensor, weight: Tensor | None
+    ) -> tuple[Tensor, Sources]:
+        segment, out = self.segment, state.values[self.target]
+        if self.penalty.unit_seeds:
+            seeds = segment.rows(state, bank)
+        else:
+            seeds = self.penalty.vectors(out, bank)
+        z, t = segment.pull(state, seeds, keep=weight is not None)
+        values = torch.stack([_summed(a * b) for a, b in zip(z, t, strict=True)]).sum(0)
+        scale = self.penalty.scale(out.shape)
+        values = values * scale if scale != 1 else values
+        if weight is None:
+            return values, {}
+        q = [_weighted(part, weight * scale) for part in t]
+        mixed = [_weighted(part, weight * scale) for part in z] if segment.gram else z
+        index = bank if self.penalty.unit_seeds else None
+        h, sources = segment.push_back(state, index, z, q, mixed)
+        if self.penalty.varying and h is not None and self.target in segment.trained:
+            _join(sources, self.target, self.penalty.head_of(out, bank, h))
+        return values, sources
+
+
+@dataclass(frozen=True)
+class _Tip:
+    """What lies between the last column and the penalised quantity: nothing, or softmax."""
+
+    softmax: bool
+
+    def apply(self, out: Tensor, h: Tensor) -> Tensor:
+        """S h; S is symmetric."""
+        if not self.softmax:
+            return h
+        s = out.softmax(-1)
+        return s * (h - (s * h).sum(-1, keepdim=True))
+
+    def head(self, out: Tensor, w: Tensor, h: Tensor) -> Tensor | None:
+        """Σ_k ∂_out⟨w⟨k⟩, S h⟨k⟩⟩."""
+        if not self.softmax:
+            return None
+        return softmax_curvature(out.softmax(-1), w, h, -1).sum(0)
+
+
+@dataclass(frozen=True, eq=False)
+class Columns:
+    """Tangents, one per input coordinate."""
+
+    segment: Segment
+    tip: _Tip
+    target: int
+    name: str = "columns"
+    divisible: bool = True
+
+    @property
+    def seeds(self) -> int:
+        return self.segment.seeds
+
+    def bank(self, state: sweeps.State) -> Tensor:
+        return torch.arange(self.seeds, device=state.values[self.target].device)
+
+    def prepare(self, state: sweeps.State) -> dict[Any, Tensor]:
+        return self.segment.prepare(state)
+
+    def part(
+        self, state: sweeps.State, bank: Tensor, weight: Tensor | None
+    ) -> tuple[Tensor, Sources]:
+        segment, out = self.segment, state.values[self.target]
+        keep = weight is not None
+        h, t, moved = segment.push(state, segment.columns(state, bank), keep)
+        u = self.tip.apply(out, h) if self.tip.softmax else t
+        values = _summed(u * (u if self.tip.softmax else h))
+        if weight is None:
+            return values, {}
+        w = _weighted(u, weight)
+        back = self.tip.apply(out, w)
+        mixed = _weighted(h, weight) if segment.gram else h
+        sources = segment.pull_back(state, bank, h, back, mixed, moved)
+        if self.target in segment.trained:
+            _join(sources, self.target, self.tip.head(out, w, h))
+        return values, sources
+
+
+@dataclass(frozen=True, eq=False)
+class Waist:
+    """Rows of the part before a narrow layer, columns of the part behind it."""
+
+    before: Segment
+    behind: Segment
+    tip: _Tip
+    target: int
+    name: str = "waist"
+    divisible: bool = False
+
+    @property
+    def seeds(self) -> int:
+        return self.before.seeds
+
+    def bank(self, state: sweeps.State) -> Tensor:
+        return torch.arange(self.seeds, device=state.values[self.target].device)
+
+    def prepare(self, state: sweeps.State) -> dict[Any, Tensor]:
+        return {**self.before.prepare(state), **self.behind.prepare(state)}
+
+    def part(
+        self, state: sweeps.State, bank: Tensor, weight: Tensor | None
+    ) -> tuple[Tensor, Sources]:
+        out, keep = state.values[self.target], weight is not None
+        h, ht, moved = self.behind.push(state, self.behind.columns(state, bank), keep)
+        u = self.tip.apply(out, h) if self.tip.softmax else ht
+        m = _products(u if self.tip.softmax else h, u)
+        z, t = self.before.pull(state, self.before.rows(state, bank), keep)
+        n = sum(_products(a, b) for a, b in zip(z, t, strict=True))
+        assert isinstance(n, Tensor)
+        values = per_example(m * n)
+        if weight is None:
+            return values, {}
+        w = _weighted(_mix(n, u), weight)
+        back = self.tip.apply(out, w)
+        mixed = _weighted(_mix(n, h), weight) if self.behind.gram else h
+        sources = self.behind.pull_back(state, bank, h, back, mixed, moved)
+        if self.target in self.behind.trained:
+            _join(sources, self.target, self.tip.head(out, w, h))
+        q = [_weighted(_mix(m, part), weight) for part in t]
+        mixed_z = [_weighted(_mix(m, part), weight) for part in z] if self.before.gram else z
+        _, more = self.before.push_back(state, bank, z, q, mixed_z)
+        for value, part in more.items():
+            _join(sources, value, part)
+        return values, sources
+
+
+def _products(a: Tensor, b: Tensor) -> Tensor:
+    """⟨a⟨i⟩, b⟨j⟩⟩ per example: (batch, k, k)."""
+    left, right = (t.flatten(2).transpose(0, 1) for t in (a, b))
+    return left @ right.transpose(1, 2)
+
+
+def _mix(m: Tensor, t: Tensor) -> Tensor:
+    """Σ_j m_ij t⟨j⟩ per example, m symmetric."""
+    mixed = (m.to(t.dtype) @ t.flatten(2).transpose(0, 1)).transpose(0, 1)
+    return mixed.reshape(t.shape)
+
+
+@dataclass(frozen=True, eq=False)
+class Diagonal:
+    """The contractive auto-encoder's closed form: no work per seed."""
+
+    body: Plan
+    weight: int
+    target: int
+    trained: frozenset[int]
+    name: str = "diagonal"
+    divisible: bool = False
+    seeds: int = 1
+
+    def bank(self, state: sweeps.State) -> Tensor:
+        return torch.zeros(1, dtype=torch.long, device=state.values[self.target].device)
+
+    def prepare(self, state: sweeps.State) -> dict[Any, Tensor]:
+        return {}
+
+    def part(
+        self, state: sweeps.State, bank: Tensor, weight: Tensor | None
+    ) -> tuple[Tensor, Sources]:
+        matrix, out = state.values[self.weight], state.values[self.target]
+        ones = torch.ones_like(out)
+        (a,) = sweeps.backward(self.body, state, ones, keep=weight is not None)
+        assert a is not None
+        squares = matrix.square().sum(1)
+        values = per_example(a.square() * squares)
+        if weight is None:
+            return values, {}
+        along = (2 * weight).to(a.dtype)[:, None] * a
+        q = along * squares
+        _, sources = sweeps.tangent(self.body, state, {self.body.penalised[0]: q})
+        if self.weight in self.trained:
+            _join(sources, self.weight, (along * a).sum(0)[:, None] * matrix)
+        return values, sources
+
+
+Candidate = Rows | Columns | Waist | Diagonal
+
+
+def candidates(plan: Plan, penalty: Jacobian, watch: Any = None) -> tuple[list[Candidate], dict]:
+    """(those that apply, why the others do not by name)."""
+    found: list[Candidate] = [_rows(plan, penalty, watch)]
+    why: dict[str, str] = {}
+    reason = _exact_euclidean(plan, penalty)
+    for name, make in (("columns", _columns), ("waist", _waist), ("diagonal", _diagonal)):
+        made = reason or make(plan, penalty, watch)
+        if isinstance(made, str):
+            why[name] = made
+        else:
+            found.append(made)
+    return found, why
+
+
+def _rows(plan: Plan, penalty: Jacobian, watch: Any) -> Rows:
+    segment = make_segment(
+        plan, plan.penalised, plan.target, by_rows=True, space=penalty.space,
+        unit_seeds=penalty.unit_seeds, carries=penalty.varying, watch=watch,
+    )  # fmt: skip
+    return Rows(segment, penalty, plan.target)
+
+
+def _exact_euclidean(plan: Plan, penalty: Jacobian) -> str | None:
+    if not penalty.whole:
+        return "only some outputs or directions count"
+    if not isinstance(penalty.space, Euclidean):
+        return "the input's space is not Euclidean"
+    if len(plan.penalised) != 1:
+        return "several inputs are penalised"
+    return coupling(plan)
+
+
+def _columns(plan: Plan, penalty: Jacobian, watch: Any) -> Columns | str:
+    softmax = penalty.of == "softmax"
+    segment = make_segment(
+        plan, plan.penalised, plan.target, by_rows=False, gram=not softmax, watch=watch
+    )
+    return Columns(segment, _Tip(softmax), plan.target)
+
+
+def _waist(plan: Plan, penalty: Jacobian, watch: Any) -> Waist | str:
+    cut = _narrowest(plan)
+    if cut is None:
+        return "no layer between input and output is narrower than both"
+    softmax = penalty.of == "softmax"
+    before = make_segment(plan, plan.penalised, cut, by_rows=True, watch=watch)
+    behind = make_segment(plan, (cut,), plan.target, by_rows=False, gram=not softmax, watch=watch)
+    return Waist(before, behind, _Tip(softmax), plan.target)
+
+
+def _narrowest(plan: Plan) -> int | None:
+    """The narrowest value of shape (batch, k) that every path crosses, k below both ends."""
+    graph = plan.graph
+    narrow = min(width(graph, plan.penalised[0]), width(graph, plan.target))
+    last = {v: i for i, s in enumerate(plan.steps) for v in s.node.inputs}
+    open_values = set(plan.penalised)
+    best = None
+    for i, step in enumerate(plan.steps):
+        if any(step.pull):
+            open_values.update(step.node.outputs)
+        open_values = {v for v in open_values if last.get(v, -1) > i}
+        if len(open_values) == 1:
+            (v,) = open_values
+            if width(graph, v) < narrow:
+                best, narrow = v, width(graph, v)
+    return best
+
+
+def _diagonal(plan: Plan, penalty: Jacobian, watch: Any) -> Diagonal | str:
+    if penalty.of != "output":
+        return "softmax is not coordinate-wise"
+    end = first_dense(plan, plan.penalised[0], plan.target)
+    if end is None:
+        return "the input does not go through one dense layer alone"
+    body = make_plan(plan.graph, (end.y,), plan.target, plan.wanted, varying_seed=False)
+    for step in body.steps:
+        moving = [v for v, on in zip(step.node.inputs, step.pull, strict=True) if on]
+        if any(step.pull) and not (step.rule.diagonal and len(moving) == 1):
+            return f"{step.node.op} behind the first layer is not coordinate-wise"
+    return Diagonal(body, end.weight, plan.target, plan.trained)
+
+
+# --------------------------------------------------------------------- example by example
+
+_PER_EXAMPLE = frozenset(
+    f"aten::{name}" for name in (
+        "linear", "conv1d", "conv2d", "conv3d", "convolution", "conv_transpose1d",
+        "conv_transpose2d", "conv_transpose3d", "mm", "max_pool1d", "max_pool2d", "max_pool3d",
+        "max_pool2d_with_indices", "max_pool3d_with_indices", "avg_pool1d", "avg_pool2d",
+        "avg_pool3d", "adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d",
+        "_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "layer_norm", "rms_norm", "group_norm",
+        "instance_norm", "_native_batch_norm_legit_no_training", "scaled_dot_product_attention",
+        "native_dropout", "constant_pad_nd", "prelu", "add", "sub", "mul", "div", "neg",
+        "pixel_shuffle", "pixel_unshuffle", "_to_copy",
+    )
+) | {"doubleback::locally_connected"} | SAME_ENTRIES  # fmt: skip
+
+
+def coupling(plan: Plan) -> str | None:
+    """Why one example's output may depend on another's input; None where that is excluded.
+
+    Operators are known to work example by example along their first axis, or taken to couple.
+    """
+    graph = plan.graph
+    batch = graph.shape(plan.penalised[0])[0]
+    for step in plan.steps:
+        if not any(step.pull):
+            continue
+        node = step.node
+        moving = [v for v, on in zip(node.inputs, step.pull, strict=True) if on]
+        along = all(graph.shape(v)[:1] == (batch,) for v in (*moving, node.outputs[0]))
+        known = step.rule.diagonal or node.op._schema.name in _PER_EXAMPLE
+        if not (along and known and _batched(graph, step)):
+            return f"{node} may couple the examples of a batch"
+    return None
+
+
+def _batched(graph: Any, step: Any) -> bool:
+    """Whether the first axis of the operator's activation is a batch, not channels or features."""
+    node = step.node
+    name = node.op._schema.name.removeprefix("aten::")
+    dims = len(graph.shape(node.inputs[0]))
+    if name.startswith("conv"):
+        return dims == len(graph.shape(node.inputs[1]))
+    if name in ("add", "sub", "mul", "div"):
+        ranks = {len(graph.shape(v)) for v, on in zip(node.inputs, step.pull, strict=True) if on}
+        return ranks == {len(graph.shape(node.outputs[0]))}
+    if "pool" in name:
+        spatial = next(int(c) for c in name if c.isdigit())
+        return dims == spatial + 2
+    if name in ("pixel_shuffle", "pixel_unshuffle"):
+        return dims > 3
+    if name == "layer_norm" or name == "rms_norm":
+        shape = node.args[1] if len(node.args) > 1 else node.kwargs["normalized_shape"]
+        return dims > (1 if isinstance(shape, int) else len(shape))
+    if name == "constant_pad_nd":
+        pad = node.args[1] if len(node.args) > 1 else node.kwargs["pad"]
+        return len(pad) < 2 * dims
+    if name == "scaled_dot_product_attention":
+        return dims > 2
+    return dims > 1

@@ -1,0 +1,291 @@
+"""Penalties with many seeds as programs: forward sweep, then seeds in chunks, then one second
+sweep (theory §5, §6).
+
+    open    forward sweep
+    part    for each chunk of seeds: backward and tangent sweep; penalty and sources add up
+    close   second sweep, from the sources of all seeds and the gradients of the outputs
+
+What is kept between the phases does not grow with the number of seeds. Each phase is a function
+of tensors, so it is replayed or compiled like the four sweeps of a single seed.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import sweeps
+from .bridge import First, Program
+from .candidates import Candidate
+from .errors import InputError, MemoryWarning
+from .flatten import Replay
+from .jacobian import SpectralNorm
+from .plan import Plan, make_plan
+from .rules import add
+from .segments import Sources, finished
+from .spaces import dual_square
+
+
+@dataclass
+class Swept:
+    """What passes from `first` to `last`: the forward sweep's values, and the summed sources."""
+
+    values: dict[int, Tensor]
+    saved: dict[int, Any]
+    sources: Sources
+    bank: Tensor | None
+
+    @property
+    def state(self) -> sweeps.State:
+        return sweeps.State(dict(self.values), dict(self.saved))
+
+
+@dataclass(frozen=True, eq=False)
+class Phases(Program):
+    """What the programs of this module share: the phases `open` and `close`."""
+
+    replay: Replay = field(default_factory=lambda: Replay(False, None))
+
+    def _open(self, leaves: Mapping[int, Tensor]) -> tuple[list[Tensor], dict[str, Tensor], Swept]:
+        plan = self.plan
+
+        def run(nested: Mapping[int, Tensor]) -> Any:
+            watch = sweeps.finite_watch(plan) if self.debug else None
+            state = sweeps.forward(plan, self._laid_out(nested), watch)
+            given = {id(t) for t in nested.values()}
+            fresh = {v: t for v, t in state.values.items() if id(t) not in given}
+            passed = [v for v, t in state.values.items() if id(t) in given]
+            outputs = [
+                t.clone() if id(t) in given else t
+                for t in (self._usual(state.values[v]) for v in plan.outputs)
+            ]
+            mutated = {name: state.values[v] for name, v in plan.mutations.items()}
+            return outputs, mutated, fresh, passed, state.saved
+
+        outputs, mutated, fresh, passed, saved = self.replay("open", run, dict(leaves))
+        values = {**fresh, **{v: leaves[v] for v in passed}}
+        return outputs, mutated, Swept(values, saved, {}, None)
+
+    def _close(
+        self, swept: Swept, sources: Sources, factor: Tensor | None,
+        grads: Mapping[int, Tensor | None], keep: bool,
+    ) -> list[Tensor | None]:  # fmt: skip
+        plan = self.plan
+
+        def run(nested: Any) -> Any:
+            values, saved, gamma, by, given = nested
+            watch = sweeps.finite_watch(plan) if self.debug else None
+            gamma = finished(gamma, values)
+            gamma = {v: t if by is None else t * by.to(t.dtype) for v, t in gamma.items()}
+            for v, grad in given.items():
+                if grad is not None:
+                    gamma[v] = add(gamma.get(v), grad)
+            state = sweeps.State(dict(values), dict(saved)) if keep else sweeps.State(values, saved)
+            gamma = sweeps.second(plan, state, gamma, keep=keep, watch=watch)
+            return [
+                self._usual(gamma[v]) if v in plan.trained and v in gamma else None
+                for v in (*plan.penalised, *plan.effective)
+            ]
+
+        seeds = {v: g for v, g in grads.items() if g is not None and v in plan.trained}
+        nested = (swept.values, swept.saved, sources, factor, seeds)
+        consume = () if keep else (swept.values, swept.saved, sources)
+        return self.replay(("close", keep), run, nested, consume)
+
+    def last(
+        self,
+        state: Any,
+        extra: Sequence[Any],
+        grad_outputs: Mapping[int, Tensor | None],
+        grad_values: Tensor | None,
+        keep: bool = False,
+    ) -> list[Tensor | None]:
+        factor, sources = None, {}
+        if grad_values is not None:
+            if self.penalty.reduction == "none":
+                sources = self._again(state, grad_values)
+            else:
+                sources = state.sources
+                factor = grad_values[0] / self._base(grad_values.shape[0])
+        return self._close(state, sources, factor, grad_outputs, keep)
+
+    def _base(self, batch: int) -> float:
+        """The weight of each example in the reduced penalty."""
+        return 1 / batch if self.penalty.reduction == "mean" else 1.0
+
+    def _weight(self, like: Tensor) -> Tensor:
+        batch = like.shape[0]
+        wide = like.dtype if like.dtype == torch.float64 else torch.float32
+        return torch.full((batch,), self._base(batch), dtype=wide, device=like.device)
+
+    def _again(self, swept: Swept, weight: Tensor) -> Sources:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, eq=False)
+class JacobianProgram(Phases):
+    """‖J‖²_F by one of the candidates, `chunk` seeds at a time."""
+
+    candidate: Candidate = field(kw_only=True)
+    chunk: list[int] = field(kw_only=True)
+
+    def first(self, leaves: Mapping[int, Tensor], extra: Sequence[Any], keep: bool = True) -> First:
+        self.replay.tick()
+        outputs, mutated, swept = self._open(leaves)
+        out = swept.values[self.plan.target]
+        self._prepare(swept)
+        now = keep and self.penalty.reduction != "none"
+        values, swept.sources = self._sweep(swept, self._weight(out) if now else None)
+        return First(outputs, values, mutated, swept if keep else None)
+
+    def _prepare(self, swept: Swept) -> None:
+        """The seeds, and what every chunk of them reads."""
+
+        def run(values: Any) -> Any:
+            return self.candidate.prepare(sweeps.State(dict(values)))
+
+        swept.bank = self.candidate.bank(swept.state)
+        swept.values.update(self.replay("prepare", run, swept.values))
+
+    def _again(self, swept: Swept, weight: Tensor) -> Sources:
+        return self._sweep(swept, weight)[1]
+
+    def _sweep(self, swept: Swept, weight: Tensor | None) -> tuple[Tensor, Sources]:
+        """Every seed, chunk by chunk; a chunk that does not fit is halved, once and for all."""
+        bank = swept.bank
+        assert bank is not None
+        total: Tensor | None = None
+        sources: Sources = {}
+        done = 0
+        while done < bank.shape[0]:
+            size = min(self.chunk[0], bank.shape[0] - done)
+            try:
+                values, more = self._part(swept, bank[done : done + size], weight)
+            except torch.OutOfMemoryError:
+                self._halve(size)
+                continue
+            total = add(total, values)
+            for v, part in more.items():
+                sources[v] = add(sources.get(v), part)  # type: ignore[assignment]
+            done += size
+        assert total is not None
+        return total, sources
+
+    def _part(self, swept: Swept, bank: Tensor, weight: Tensor | None) -> tuple[Tensor, Sources]:
+        def run(nested: Any) -> Any:
+            values, saved, seeds, by = nested
+            return self.candidate.part(sweeps.State(dict(values), dict(saved)), seeds, by)
+
+        key = ("part", bank.shape[0], weight is None)
+        return self.replay(key, run, (swept.values, swept.saved, bank, weight))
+
+    def _halve(self, size: int) -> None:
+        if size == 1 or not self.candidate.divisible:
+            raise
+        warned = len(self.chunk) > 1
+        self.chunk[:] = [max(1, size // 2), size]
+        torch.cuda.empty_cache()
+        if not warned:
+            warnings.warn(
+                f"{size} seeds at a time did not fit into the device's memory; going on with "
+                f"{self.chunk[0]} (set Jacobian(chunk=...) to choose)",
+                MemoryWarning, stacklevel=2,
+            )  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class SpectralProgram(Phases):
+    """σ₁ by power iteration. `carried` keeps v between calls."""
+
+    carried: dict[Any, Tensor] = field(kw_only=True)
+    pushing: Plan = field(kw_only=True)
+
+    @classmethod
+    def build(
+        cls, plan: Plan, penalty: SpectralNorm, debug: bool, replay: Replay, carried: dict
+    ) -> SpectralProgram:
+        pushing = make_plan(plan.graph, plan.penalised, plan.target, frozenset(), varying_seed=True)
+        return cls(plan, penalty, debug, replay, carried=carried, pushing=pushing)
+
+    def first(self, leaves: Mapping[int, Tensor], extra: Sequence[Any], keep: bool = True) -> First:
+        self.replay.tick()
+        outputs, mutated, swept = self._open(leaves)
+        out = swept.values[self.plan.target]
+        swept.bank = self._direction(swept, out, keep)
+        now = keep and self.penalty.reduction != "none"
+        values, swept.sources = self._measure(swept, self._weight(out) if now else None)
+        return First(outputs, values, mutated, swept if keep else None)
+
+    def _direction(self, swept: Swept, out: Tensor, keep: bool) -> Tensor:
+        """v after this call's iterations, from the last call's v where there is one."""
+        penalty = self.penalty
+        assert isinstance(penalty, SpectralNorm)
+        key = (tuple(out.shape), out.dtype, out.device)
+        v = self.carried.get(key) if penalty.warm_start else None
+        if v is None:
+            v = penalty.start(out)
+
+        def run(nested: Any) -> Tensor:
+            values, saved, w = nested
+            state = sweeps.State(dict(values), dict(saved))
+            for _ in range(penalty.iterations):
+                w = penalty.normalised(self._round(state, w))
+            return w
+
+        v = self.replay("improve", run, (swept.values, swept.saved, v))
+        if keep and penalty.warm_start:
+            self.carried[key] = v.detach()
+        return v
+
+    def _round(self, state: sweeps.State, v: Tensor) -> Tensor:
+        """J J* v, adjoints taken in the penalty's spaces."""
+        penalty = self.penalty
+        assert isinstance(penalty, SpectralNorm)
+        xi = self._pulled(state, v, keep=False)
+        _, along = dual_square(penalty.domain, xi)
+        start = {x: q[None] for x, q in zip(self.plan.penalised, along, strict=True)}
+        h, _ = sweeps.push(self.pushing, state, start, seeds=1, keep=False)
+        return torch.zeros_like(v) if h is None else h[0]
+
+    def _pulled(self, state: sweeps.State, v: Tensor, keep: bool) -> list[Tensor]:
+        penalty = self.penalty
+        assert isinstance(penalty, SpectralNorm)
+        xi = sweeps.backward(self.plan, state, penalty.covector(v), keep=keep)
+        return [
+            torch.zeros_like(state.values[x]) if u is None else u
+            for x, u in zip(self.plan.penalised, xi, strict=True)
+        ]
+
+    def _measure(self, swept: Swept, weight: Tensor | None) -> tuple[Tensor, Sources]:
+        def run(nested: Any) -> tuple[Tensor, Sources]:
+            values, saved, v, by = nested
+            state = sweeps.State(dict(values), dict(saved))
+            xi = self._pulled(state, v, keep=by is not None)
+            found, q = self.penalty.measure(xi)
+            if by is None:
+                return found, {}
+            start = {
+                x: (by.reshape(-1, *(1,) * (u.dim() - 1)) * u).to(u.dtype)
+                for x, u in zip(self.plan.penalised, q, strict=True)
+            }
+            return found, sweeps.tangent(self.plan, state, start)[1]
+
+        key = ("measure", weight is None)
+        return self.replay(key, run, (swept.values, swept.saved, swept.bank, weight))
+
+    def _again(self, swept: Swept, weight: Tensor) -> Sources:
+        return self._measure(swept, weight)[1]
+
+
+def check_seed_count(seeds: int, limit: int, insists: bool, cost: str) -> None:
+    """Refuse tens of thousands of seeds unless the user asked for them."""
+    if seeds > limit and not insists:
+        raise InputError(
+            f"the exact Jacobian of this network takes {seeds} seeds, {cost}. Estimate it with "
+            'projections=n, choose outputs with entries=[...], or insist with entries="all"'
+        )

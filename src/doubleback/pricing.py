@@ -1,0 +1,287 @@
+"""What a program costs before it runs: FLOPs, operations and peak memory, from shapes alone.
+
+The phases run once on fake tensors, which have shapes but no numbers, so that what is priced is
+what will be executed: FLOPs are counted by PyTorch's own table, memory by following every
+storage from its creation to the end of its last user. Work and memory per seed are affine in the
+number of seeds swept at once, so two sizes give all others.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from .bridge import Program
+from .counting import Operations, recording
+from .jacobian_program import JacobianProgram
+from .plan import Plan
+
+FLOPS_PER_BYTE = 20  # a few on a CPU, 80 to 200 on a GPU; ranks plans, predicts no time
+
+
+class Meter(TorchDispatchMode):
+    """Counts FLOPs and live bytes of everything executed inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops = 0
+        self.written = 0
+        self.live = 0
+        self.peak = 0
+        self._users: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        formula = flop_registry.get(getattr(func, "_overloadpacket", None))
+        if formula is not None:
+            self.flops += formula(*args, **kwargs, out_val=out)
+        for t in pytree.tree_leaves(out):
+            if isinstance(t, Tensor):
+                self.hold(t)
+        return out
+
+    def hold(self, t: Tensor) -> None:
+        """Follow the storage of `t` until its last tensor is gone."""
+        storage = t.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        if key not in self._users:
+            self._users[key] = 0
+            self.written += size
+            self.live += size
+            self.peak = max(self.peak, self.live)
+        self._users[key] += 1
+        weakref.finalize(t, self._release, key, size).atexit = False
+
+    def _release(self, key: int, size: int) -> None:
+        self._users[key] -= 1
+        if self._users[key] == 0:
+            del self._users[key]
+            self.live -= size
+
+
+@dataclass(frozen=True)
+class Affine:
+    """fixed + slope·c."""
+
+    fixed: float
+    slope: float
+
+    def __call__(self, c: int) -> float:
+        return self.fixed + self.slope * c
+
+    @staticmethod
+    def through(one: float, two: float) -> Affine:
+        return Affine(2 * one - two, two - one)
+
+
+@dataclass(frozen=True)
+class Profile:
+    """The cost of a Jacobian program as a function of its chunk."""
+
+    seeds: int
+    divisible: bool
+    open_flops: int
+    close_flops: int
+    part_flops: Affine
+    open_operations: Operations
+    close_operations: Operations
+    part_operations: Operations
+    open_peak: int
+    close_peak: int
+    kept: int
+    sources: int
+    part_peak: Affine
+    fixed_written: int
+    part_written: Affine
+
+    def parts(self, chunk: int) -> int:
+        return -(-self.seeds // chunk)
+
+    def flops(self, chunk: int) -> int:
+        per_seed = self.part_flops.slope * self.seeds
+        fixed = self.part_flops.fixed * self.parts(chunk)
+        return round(self.open_flops + self.close_flops + per_seed + fixed)
+
+    def cost(self, chunk: int) -> float:
+        """FLOPs, and bytes written at the exchange rate of a device that is short of bandwidth."""
+        written = self.fixed_written + self.part_written.slope * self.seeds
+        written += self.part_written.fixed * self.parts(chunk)
+        return self.flops(chunk) + FLOPS_PER_BYTE * written
+
+    def peak_bytes(self, chunk: int) -> int:
+        twice = self.sources if self.parts(chunk) > 1 else 0
+        part = self.kept + twice + self.part_peak(min(chunk, self.seeds))
+        return round(max(self.open_peak, part, self.close_peak))
+
+    def operations(self) -> Operations:
+        total = Operations()
+        total.add(self.open_operations)
+        total.add(self.close_operations)
+        each = self.part_operations
+        total.add(
+            Operations(
+                each.forward * self.seeds,
+                each.transpose * self.seeds,
+                each.weight_adjoint * self.seeds,
+            )
+        )
+        return total
+
+    def largest_chunk(self, budget: int) -> int:
+        """The most seeds at once that stay within `budget` bytes; 0 where not even one does."""
+        if self.peak_bytes(self.seeds) <= budget:
+            return self.seeds
+        if not self.divisible:
+            return 0
+        room = budget - self.kept - self.sources - self.part_peak.fixed
+        slope = self.part_peak.slope
+        if max(self.open_peak, self.close_peak) > budget or room < slope:
+            return 0
+        return max(1, min(self.seeds, int(room // max(slope, 1))))
+
+
+def profile(program: JacobianProgram) -> Profile:
+    """Run every phase on fake tensors, the chunk with one and with two seeds."""
+    whole = not program.candidate.divisible or program.candidate.seeds == 1
+    first = program.candidate.seeds if whole else 1
+    one = _run(program, first)
+    two = one if whole else _run(program, 2)
+    seeds = program.candidate.seeds
+    n = first
+    flops = (
+        Affine(0, one.part_flops / n) if whole else Affine.through(one.part_flops, two.part_flops)
+    )
+    peak = Affine(one.part_peak, 0) if whole else Affine.through(one.part_peak, two.part_peak)
+    written = (
+        Affine(one.part_written, 0) if whole else Affine.through(one.part_written, two.part_written)
+    )
+    each = one.part_operations
+    per_seed = Operations(each.forward // n, each.transpose // n, each.weight_adjoint // n)
+    return Profile(
+        seeds, program.candidate.divisible, one.open_flops, one.close_flops, flops,
+        one.open_operations, one.close_operations, per_seed,
+        one.open_peak, one.close_peak, one.kept, one.sources, peak,
+        one.fixed_written, written,
+    )  # fmt: skip
+
+
+@dataclass
+class _Run:
+    open_flops: int = 0
+    close_flops: int = 0
+    part_flops: int = 0
+    open_operations: Any = None
+    close_operations: Any = None
+    part_operations: Any = None
+    open_peak: int = 0
+    close_peak: int = 0
+    part_peak: int = 0
+    kept: int = 0
+    sources: int = 0
+    fixed_written: int = 0
+    part_written: int = 0
+
+
+def _run(program: JacobianProgram, size: int) -> _Run:
+    found = _Run()
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        leaves = _fake_leaves(program.plan)
+        with Meter() as meter:
+
+            def phase(fn: Callable[[], Any]) -> tuple[Any, int, Operations, int]:
+                before, meter.peak = meter.flops, meter.live
+                with recording() as operations:
+                    result = fn()
+                return result, meter.flops - before, operations, meter.peak
+
+            opened, found.open_flops, found.open_operations, found.open_peak = phase(
+                lambda: program._open(leaves)
+            )
+            outputs, mutated, swept = opened
+            del opened, mutated
+            _, more, _, peak = phase(lambda: program._prepare(swept))
+            found.open_flops, found.open_peak = found.open_flops + more, max(found.open_peak, peak)
+            found.kept = meter.live
+            out = swept.values[program.plan.target]
+            assert swept.bank is not None
+            bank = swept.bank[:size]
+            weight = program._weight(out)
+            found.fixed_written = meter.written
+            result, found.part_flops, found.part_operations, peak = phase(
+                lambda: program._part(swept, bank, weight)
+            )
+            found.part_peak = peak - found.kept
+            found.part_written = meter.written - found.fixed_written
+            values, sources = result
+            del result
+            found.sources = sum(t.untyped_storage().nbytes() for t in sources.values())
+            grads = {program.plan.target: torch.empty_like(out)}
+            held, found.close_flops, found.close_operations, found.close_peak = phase(
+                lambda: program._close(swept, sources, values.sum(), grads, keep=False)
+            )
+            found.fixed_written = meter.written - found.part_written
+            del held, outputs
+    return found
+
+
+@dataclass(frozen=True)
+class Price:
+    """FLOPs of one step, its bilinear operations, and the most bytes it holds at once."""
+
+    flops: int
+    operations: Operations
+    peak_bytes: int
+
+
+def price(program: Program, extra: Sequence[Any]) -> Price:
+    """A whole step, forward to gradients, run on fake tensors."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with mode, torch.no_grad():
+        leaves = _fake_leaves(program.plan)
+        more = pytree.tree_map_only(Tensor, mode.from_tensor, tuple(extra))
+        with Meter() as meter, recording() as operations:
+            outputs, values, _, state = program.first(leaves, more)
+            seeds = {
+                v: torch.empty_like(t)
+                for v, t in zip(program.plan.outputs, outputs, strict=True)
+                if t.is_floating_point()
+            }
+            held = program.last(state, more, seeds, torch.empty_like(values))
+            del held
+    return Price(meter.flops, operations, meter.peak)
+
+
+def _fake_leaves(plan: Plan) -> dict[int, Tensor]:
+    """A fake tensor per value that the sweeps start from; they exist before, and cost nothing."""
+    leaves = {}
+    for v in (*plan.penalised, *plan.leaves):
+        meta = plan.graph.values[v]
+        assert meta is not None
+        leaves[v] = torch.empty(meta.shape, dtype=meta.dtype, device=meta.device)
+    return leaves
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that the sweeps may still take: most of what the device has left."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(0.9 * (free + idle))
+    try:
+        with open("/proc/meminfo") as lines:
+            for line in lines:
+                if line.startswith("MemAvailable"):
+                    return int(0.5 * int(line.split()[1]) * 1024)
+    except OSError:
+        pass
+    return 4 * 2**30
