@@ -6,7 +6,10 @@
 import os
 
 import hypothesis
+import pytest
 import torch
+
+from doubleback import flatten
 
 torch.set_num_threads(1)
 
@@ -18,3 +21,16 @@ _common = {
 hypothesis.settings.register_profile("fixed", derandomize=True, database=None, **_common)
 hypothesis.settings.register_profile("explore", **_common)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
+
+
+@pytest.fixture
+def flattened(monkeypatch) -> list:
+    """Every graph that is flattened while a test runs; sweeps that cannot be leave none."""
+    made, original = [], flatten.flatten
+
+    def recorded(*args, **kwargs):
+        made.append(original(*args, **kwargs))
+        return made[-1]
+
+    monkeypatch.setattr(flatten, "flatten", recorded)
+    return made

@@ -136,6 +136,10 @@ def _table() -> dict[str, list[Callable[[], tuple]]]:
     add("conv_transpose1d.default", _r(2, 4, 5), _r(4, 3, 3), _r(3), [2], [1], [1])
     add("conv_transpose2d.input", _r(2, 4, 4, 4), _r(4, 2, 3, 3), None, [2, 2], [1, 1], [1, 0], 2)
     add("conv_transpose3d.input", _r(1, 2, 3, 3, 3), _r(2, 2, 2, 2, 2))
+    image, filters = _r(2, 3, 5, 6), _r(3, 4, 2, 3, 3, 3)
+    add("locally_connected.default", image, filters, [1, 1], [0, 0], [1, 1])
+    filters = _r(3, 5, 2, 3, 3, 2)
+    add("locally_connected.default", image, filters, [2, 1], [1, 1], [1, 3])
     for a, b in (
         (_r(3, 4), _r(4, 5)), (_r(4), _r(4)), (_r(4), _r(4, 5)), (_r(2, 3, 4), _r(4)),
         (_r(2, 1, 3, 4), _r(5, 4, 2)), (_r(2, 3, 4), _r(4, 5)),
@@ -152,6 +156,7 @@ def _table() -> dict[str, list[Callable[[], tuple]]]:
     add("mul.Tensor", _r(2, 3), 2.5)
     add("einsum.default", "bij,jk->bik", [_r(2, 3, 4), _r(4, 5)])
     add("einsum.default", "ij,kl->il", [_r(2, 3), _r(4, 5)])
+    add("einsum.default", "ij,jk", [_r(2, 3), _r(3, 5)])
     add("einsum.default", "bi,bj,bk->bijk", [_r(2, 3), _r(2, 2), _r(2, 2, seed=3)])
 
     for name in ("add.Tensor", "sub.Tensor", "rsub.Tensor"):
@@ -207,6 +212,8 @@ def _table() -> dict[str, list[Callable[[], tuple]]]:
 
     for n, shape in ((1, (2, 3, 7)), (2, (2, 3, 6, 7)), (3, (1, 2, 4, 4, 4))):
         add(f"avg_pool{n}d.default", _r(*shape), [2] * n)
+        add(f"avg_pool{n}d.default", _r(*shape), [3] * n, [2] * n, [1] * n, True, False)
+        add(f"avg_pool{n}d.default", _r(*shape)[0], [2])
         add(f"adaptive_avg_pool{n}d.default", _r(*shape), [2] * n)
         add(f"adaptive_max_pool{n}d.default", _spread(*shape), [2] * n)
         add(f"max_pool{n}d.default", _spread(*shape), [3] * n, [2] * n, [1] * n)
@@ -289,6 +296,8 @@ def _shapes(add: Callable) -> None:
     add("cumsum.default", x, 1)
     add("pixel_shuffle.default", _r(1, 8, 2, 2), 2)
     add("pixel_unshuffle.default", _r(1, 2, 4, 4), 2)
+    add("pixel_unshuffle.default", _r(2, 2, 6, 3), 3)
+    add("pixel_shuffle.default", _r(9, 2, 4), 3)
     add("channel_shuffle.default", _r(1, 4, 2, 2), 2)
     add("gather.default", _r(3, 4), 1, _ids(3, 2))
     add("index_select.default", _r(3, 4), 0, _ids(5))

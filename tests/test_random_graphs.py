@@ -341,6 +341,10 @@ op(
     "image",
 )
 op("spectral_norm", lambda r: nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6)), "vector")
+op("locally_connected2d", lambda r: Module(lambda m, x: fit(m.inner(x)), db.LocallyConnected2d(
+    4, 4, 4, r.choice([2, 3]), r.choice([1, 2]), 1, r.choice([1, 2]))), "image")  # fmt: skip
+op("locally_connected1d", lambda r: Module(lambda m, x: fit(m.inner(x)), db.LocallyConnected1d(
+    4, 4, 6, r.choice([2, 3]), r.choice([1, 2]), r.choice([0, 1]))), "sequence")  # fmt: skip
 op("weight_norm", lambda r: nn.utils.parametrizations.weight_norm(nn.Conv2d(4, 4, 1)), "image")
 
 # ------------------------------------------------------------------------------- normalisation
@@ -713,8 +717,24 @@ def check(steps, which: int, seed: int) -> bool:
     errors = oracle.compare(got, truth, FLOOR)
     limit = TOLERANCE[torch.float64].relative
     bad = {name: f"{e:.2e}" for name, e in errors.items() if not e <= limit}
+    if bad:
+        shaken = shake(steps, x_.detach(), spec, seed, truth)
+        if all(shaken[name] > limit for name in bad):
+            return False
     assert not bad, f"{spec.name}: {bad}"
     return True
+
+
+def shake(steps, x: Tensor, spec: Spec, seed: int, truth: oracle.Result) -> dict[str, float]:
+    """How far the oracle's own gradients move when x is rounded differently: what moves further
+    than the tolerance, a layer norm of nearly equal numbers, nobody can compare."""
+    torch.manual_seed(seed)
+    drawn = torch.randn(B, *SHAPES["image"])
+    with torch.no_grad():
+        net = Program(steps, drawn)
+    noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(seed))
+    moved = (x * (1 + torch.finfo(x.dtype).eps * noise)).requires_grad_()
+    return oracle.compare(oracle.solve(net, (moved,), spec, seed=seed), truth, FLOOR)
 
 
 def step(names):

@@ -23,6 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
+import doubleback as db
+
 B = 3  # batch size unless a case says otherwise
 
 
@@ -429,6 +431,10 @@ class StyleGan2Critic(nn.Module):
         return self.out(F.leaky_relu(self.dense(x.flatten(1)), 0.2))
 
 
+add("locally_connected", lambda: nn.Sequential(
+    db.LocallyConnected2d(2, 3, (6, 5), 3, stride=(2, 1), padding=1), nn.GELU(), nn.Flatten(2),
+    db.LocallyConnected1d(3, 2, 15, 4, stride=3), nn.Tanh(), nn.Flatten(), nn.Linear(8, 4)),
+    randn(B, 2, 6, 5), classes=4)  # fmt: skip
 add("conv1d", lambda: nn.Sequential(
     nn.Conv1d(2, 4, 3, dilation=2), nn.ReLU(), nn.MaxPool1d(2), nn.Conv1d(4, 4, 3, groups=2),
     nn.Tanh(), nn.AvgPool1d(2, ceil_mode=True), nn.AdaptiveMaxPool1d(2), nn.Flatten(),

@@ -1,6 +1,7 @@
 """doubleback: training with derivatives in the loss, at close to the price of training without."""
 
 from . import operators, spaces
+from .adjoint import check_adjoint
 from .check import CheckReport, check, check_rule
 from .counting import Operations, count_operations
 from .errors import (
@@ -19,7 +20,9 @@ from .errors import (
     ThirdDerivativeError,
 )
 from .jacobian import Jacobian, SpectralNorm
+from .modules import LocallyConnected1d, LocallyConnected2d
 from .norms import Deviation, Norm, SquaredNorm
+from .optim import parameter_spaces
 from .penalised import Penalised
 from .penalties import BilinearForm, Custom, GradientMatch, LossGradient, OutputGradient
 from .rules import Call, Rule, Structure
@@ -42,6 +45,8 @@ __all__ = [
     "InputError",
     "Jacobian",
     "LabelError",
+    "LocallyConnected1d",
+    "LocallyConnected2d",
     "LossGradient",
     "MemoryWarning",
     "NonFiniteError",
@@ -59,9 +64,11 @@ __all__ = [
     "Structure",
     "ThirdDerivativeError",
     "check",
+    "check_adjoint",
     "check_rule",
     "count_operations",
     "operators",
+    "parameter_spaces",
     "register_rule",
     "spaces",
     "unregister_rule",

@@ -349,7 +349,7 @@ _PER_EXAMPLE = frozenset(
         "native_dropout", "constant_pad_nd", "prelu", "add", "sub", "mul", "div", "neg",
         "pixel_shuffle", "pixel_unshuffle", "_to_copy",
     )
-) | SAME_ENTRIES  # fmt: skip
+) | {"doubleback::locally_connected"} | SAME_ENTRIES  # fmt: skip
 
 
 def coupling(plan: Plan) -> str | None:

@@ -15,7 +15,7 @@ from .rules import Structure
 _COUNTED = (
     "linear", "convolution", "conv1d", "conv2d", "conv3d", "conv_transpose1d",
     "conv_transpose2d", "conv_transpose3d", "matmul", "mm", "bmm", "mv", "dot", "addmm",
-    "baddbmm", "addmv", "einsum",
+    "baddbmm", "addmv", "einsum", "locally_connected",
 )  # fmt: skip
 
 

@@ -2,6 +2,10 @@
 
 A norm's `value(ξ)` takes one tensor per penalised input and returns one number per example,
 differentiably; `measure(ξ)` returns that and the gradient.
+
+‖ξ‖ is the dual norm of the inputs' space: what a perturbation of size one can change. The space
+yields ‖ξ‖² and ½∇‖ξ‖², in a Hilbert space the representer of ξ; the norms below are functions of
+the two.
 """
 
 from __future__ import annotations
@@ -14,23 +18,28 @@ import torch
 from torch import Tensor
 
 from .errors import InputError
-from .spaces import Euclidean, Space, dual_square
+from .spaces import Euclidean, Space, dual_square, safe_sqrt
 
 
-def _spread(factor: Tensor, like: Tensor) -> Tensor:
-    """One number per example, shaped to multiply a batch."""
-    return (factor.reshape(-1, *(1,) * (like.dim() - 1)) * like).to(like.dtype)
+def _scaled(factor: Tensor, representers: Sequence[Tensor], xi: Sequence[Tensor]) -> list[Tensor]:
+    """Each example's factor times its representer, in the dtypes of ξ."""
+    return [
+        (factor.reshape(-1, *(1,) * (u.dim() - 1)) * u).to(like.dtype)
+        for u, like in zip(representers, xi, strict=True)
+    ]
 
 
-def safe_sqrt(square: Tensor) -> Tensor:
-    """√s with derivative 0 at s = 0, where autograd alone would give infinity."""
-    positive = square > 0
-    return torch.where(positive, torch.where(positive, square, 1).sqrt(), 0)
+def _check_space(norm: Any) -> None:
+    if not isinstance(norm.space, Space):
+        raise InputError(
+            f"{type(norm).__name__}'s space must be one of doubleback.spaces, or a subclass of "
+            f"spaces.Space, not {norm.space!r}"
+        )
 
 
 @dataclass(frozen=True)
 class SquaredNorm:
-    """p(ξ) = ‖ξ‖², ∇p = 2ξ (its representer in a space other than Euclidean).
+    """p(ξ) = ‖ξ‖², ∇p = 2ξ (twice its representer in a space other than Euclidean).
 
     >>> import torch
     >>> SquaredNorm().measure([torch.tensor([[3.0, 4.0]])])[0]
@@ -39,12 +48,15 @@ class SquaredNorm:
 
     space: Space = field(default_factory=Euclidean)
 
+    def __post_init__(self) -> None:
+        _check_space(self)
+
     def value(self, xi: Sequence[Tensor]) -> Tensor:
         return dual_square(self.space, xi)[0]
 
     def measure(self, xi: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        square, representers = dual_square(self.space, xi)
-        return square, [2 * u for u in representers]
+        square, representers = dual_square(self.space, xi, wide=True)
+        return square, [(2 * u).to(like.dtype) for u, like in zip(representers, xi, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -53,14 +65,17 @@ class Norm:
 
     space: Space = field(default_factory=Euclidean)
 
+    def __post_init__(self) -> None:
+        _check_space(self)
+
     def value(self, xi: Sequence[Tensor]) -> Tensor:
         return safe_sqrt(dual_square(self.space, xi)[0])
 
     def measure(self, xi: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        square, representers = dual_square(self.space, xi)
-        norm = square.sqrt()
+        square, representers = dual_square(self.space, xi, wide=True)
+        norm = safe_sqrt(square)
         factor = torch.where(norm > 0, 1 / norm, 0)
-        return norm, [_spread(factor, u) for u in representers]
+        return norm, _scaled(factor, representers, xi)
 
 
 @dataclass(frozen=True)
@@ -76,18 +91,21 @@ class Deviation:
     one_sided: bool = False
     space: Space = field(default_factory=Euclidean)
 
+    def __post_init__(self) -> None:
+        _check_space(self)
+
     def value(self, xi: Sequence[Tensor]) -> Tensor:
         excess = safe_sqrt(dual_square(self.space, xi)[0]) - self.target
         return (excess.clamp(min=0) if self.one_sided else excess).square()
 
     def measure(self, xi: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        square, representers = dual_square(self.space, xi)
-        norm = square.sqrt()
+        square, representers = dual_square(self.space, xi, wide=True)
+        norm = safe_sqrt(square)
         excess = norm - self.target
         if self.one_sided:
             excess = excess.clamp(min=0)
         factor = torch.where(norm > 0, 2 * excess / norm, 0)
-        return excess.square(), [_spread(factor, u) for u in representers]
+        return excess.square(), _scaled(factor, representers, xi)
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..counting import counted
 from ..graph import Ref
-from ..operators import Convolution, Dense
+from ..kernels import locally_connected as local
+from ..operators import Convolution, Dense, LocallyConnected
+from ..operators.multilinear import einsum_adjoint, einsum_parts, is_plain
 from .seeded import fold
 from .structures import bilinear, broadcast_adjoint
 from .table import Call, Rule, Tensors, overload, sum_to
@@ -126,6 +129,30 @@ def _convolution() -> Rule:
     )  # fmt: skip
 
 
+# ------------------------------------------------------------------- locally connected
+
+
+def _locally_connected() -> Rule:
+    """y = K(θ, x), a filter of its own at every place."""
+
+    def operator(call: Call) -> LocallyConnected:
+        stride, padding, dilation = (
+            call.argument(i, name) for i, name in ((2, "stride"), (3, "padding"), (4, "dilation"))
+        )
+        return LocallyConnected(tuple(stride), tuple(padding), tuple(dilation))
+
+    def product(call: Call, x: Tensor, weight: Tensor) -> Tensor:
+        return operator(call).forward(weight, x)
+
+    return bilinear(
+        product=product,
+        adjoint0=lambda call, weight, y: operator(call).transpose(weight, y, call.metas[0].shape),
+        adjoint1=lambda call, x, y: operator(call).weight_adjoint(x, y, call.metas[1].shape),
+        forward=lambda call: (product(call, call.value(0), call.value(1)), None),
+        seeded=fold(0, lambda call: True),
+    )
+
+
 # --------------------------------------------------------------------- matrix products
 
 
@@ -157,7 +184,6 @@ def _matmul_adjoint1(call: Call, a: Tensor, y: Tensor) -> Tensor:
 
 def _matmul() -> Rule:
     """y = a b; with a weight on the right this is a dense layer, and is counted as one."""
-    from ..counting import counted
 
     def product(call: Call, a: Tensor, b: Tensor) -> Tensor:
         counted(forward=1)
@@ -216,8 +242,6 @@ def _addmm() -> Rule:
         return None, *product.curvature(turned(call), xi, q[1:], wanted[1:])
 
     def forward(call: Call) -> tuple[Tensor, None]:
-        from ..counting import counted
-
         counted(forward=1)
         return call.apply(call.inputs), None
 
@@ -278,36 +302,15 @@ def _mul() -> Rule:
     )
 
 
-def _einsum_parts(call: Call) -> tuple[list[str], str]:
-    """Subscripts of the operands and of the result, implicit results spelled out."""
-    equation = str(call.argument(0, "equation")).replace(" ", "")
-    left, arrow, right = equation.partition("->")
-    terms = left.split(",")
-    if not arrow:
-        letters = [c for term in terms for c in term if c.isalpha()]
-        right = "".join(sorted(c for c in set(letters) if letters.count(c) == 1))
-    return terms, right
-
-
-def einsum_is_plain(equation: str) -> bool:
-    """Two operands, no ellipsis, no repeated letter in one operand."""
-    terms = equation.replace(" ", "").partition("->")[0].split(",")
-    return len(terms) == 2 and "." not in equation and all(len(set(t)) == len(t) for t in terms)
-
-
 def _einsum() -> Rule:
-    """y = einsum("a,b->c", u, w): the adjoint in one operand is an einsum with the other.
-
-    Letters that one operand alone holds and the result lacks are summed over: their adjoint
-    expands.
-    """
-    from ..counting import counted
+    """y = einsum("a,b->c", u, w): the adjoint in one operand is an einsum with the other."""
     from .structures import generic
 
     fallback = generic()
 
     def plain(call: Call) -> bool:
-        return len(call.inputs) == 2 and einsum_is_plain(str(call.argument(0, "equation")))
+        equation = str(call.argument(0, "equation"))
+        return len(call.inputs) == 2 == len(einsum_parts(equation)[0]) and is_plain(equation)
 
     def product(call: Call, a: Tensor, b: Tensor) -> Tensor:
         counted(forward=1)
@@ -315,14 +318,9 @@ def _einsum() -> Rule:
 
     def adjoint(position: int):
         def pull(call: Call, other: Tensor, y: Tensor) -> Tensor:
-            terms, result = _einsum_parts(call)
-            mine, theirs = terms[position], terms[1 - position]
-            known = [c for c in mine if c in result or c in theirs]
-            grad = torch.einsum(f"{result},{theirs}->{''.join(known)}", y, other)
             counted(**{"weight_adjoint" if position else "transpose": 1})
             shape = call.metas[position].shape
-            view = [shape[mine.index(c)] if c in known else 1 for c in mine]
-            return grad.reshape(view).expand(shape)
+            return einsum_adjoint(str(call.argument(0, "equation")), position, shape, [other], y)
 
         return pull
 
@@ -367,3 +365,4 @@ def rules() -> Iterator[tuple[Any, Rule]]:
             op = overload(name)
             if op is not None:
                 yield op, rule
+    yield local.forward.default, _locally_connected()

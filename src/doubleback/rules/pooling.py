@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..operators import AveragePool
+from .seeded import fold
 from .structures import linear
-from .table import Call, Rule, Structure, Tensors, overload
+from .table import Call, Rule, Structure, Tensors, overload, tangent_of
 
 aten = torch.ops.aten
 
@@ -99,9 +102,31 @@ def _by_indices(forward: Any, spatial: int) -> Rule:
     )  # fmt: skip
 
 
+def _average_pool(n: int) -> Rule:
+    """y = the mean of each window."""
+
+    def operator(call: Call) -> AveragePool:
+        def sizes(value: Any) -> tuple[int, ...]:
+            items = (value,) if isinstance(value, int) else tuple(value)
+            return items * n if len(items) == 1 else items
+
+        get = call.argument
+        return AveragePool(
+            sizes(get(1, "kernel_size")), sizes(get(2, "stride", ())), sizes(get(3, "padding", 0)),
+            get(4, "ceil_mode", False), get(5, "count_include_pad", True),
+            get(6, "divisor_override"),
+        )  # fmt: skip
+
+    rule = linear(
+        lambda call, y: operator(call).transpose(None, y, call.metas[0].shape),
+        tangent=lambda call, q: operator(call).forward(None, tangent_of(q)),
+        forward=lambda call: (operator(call).forward(None, call.value(0)), None),
+    )
+    return replace(rule, seeded=fold(0, lambda call: len(call.metas[0].shape) == n + 2))
+
+
 def rules() -> Iterator[tuple[Any, Rule]]:
     averages = [
-        "avg_pool1d.default", "avg_pool2d.default", "avg_pool3d.default",
         "adaptive_avg_pool1d.default", "adaptive_avg_pool2d.default",
         "adaptive_avg_pool3d.default", "_adaptive_avg_pool2d.default",
         "_adaptive_avg_pool3d.default", "upsample_nearest1d.vec", "upsample_nearest2d.vec",
@@ -120,6 +145,7 @@ def rules() -> Iterator[tuple[Any, Rule]]:
     }
     table: list[tuple[Rule, list[str]]] = [(linear(), averages)]
     table += [(_max_pool(n), names) for n, names in maxima.items()]
+    table += [(_average_pool(n), [f"avg_pool{n}d.default"]) for n in (1, 2, 3)]
     table += [(_adaptive_max_pool(n), [f"adaptive_max_pool{n}d.default"]) for n in (1, 2, 3)]
     for rule, names in table:
         for name in names:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..operators import InvertibleDownsampling, InvertibleUpsampling
 from .structures import linear
 from .table import Call, Rule, Structure, Tensors, overload, run, sum_to, tangent_of
 
@@ -213,6 +214,20 @@ def _gather_like() -> Rule:
     return linear()
 
 
+def _resampling(kind: type[InvertibleDownsampling] | type[InvertibleUpsampling]) -> Rule:
+    """pixel_unshuffle and pixel_shuffle: each the other's transpose."""
+
+    def operator(call: Call) -> Any:
+        name = "upscale_factor" if kind is InvertibleUpsampling else "downscale_factor"
+        return kind((call.argument(1, name),) * 2)
+
+    return linear(
+        lambda call, y: operator(call).transpose(None, y),
+        tangent=lambda call, q: operator(call).forward(None, tangent_of(q)),
+        forward=lambda call: (operator(call).forward(None, call.value(0)), None),
+    )
+
+
 def _stop() -> Rule:
     """The derivative ends here: detach, comparisons' results, rounding."""
 
@@ -237,7 +252,7 @@ def rules() -> Iterator[tuple[Any, Rule]]:
         "unfold.default", "im2col.default", "col2im.default", "repeat.default",
         "repeat_interleave.self_int", "repeat_interleave.Tensor", "tile.default",
         "movedim.intlist", "movedim.int", "swapaxes.default", "cumsum.default",
-        "pixel_shuffle.default", "pixel_unshuffle.default", "channel_shuffle.default",
+        "channel_shuffle.default",
         "gather.default", "index_select.default", "index.Tensor", "embedding.default",
         "take_along_dim.default", "index_add.default", "scatter_add.default",
         "select_scatter.default", "slice_scatter.default", "index_copy.default",
@@ -286,6 +301,8 @@ def rules() -> Iterator[tuple[Any, Rule]]:
         _overwrite(1): ["copy.default", "fill.Tensor"],
         _identity_on_first(): identical,
         _gather_like(): by_reverse_mode,
+        _resampling(InvertibleDownsampling): ["pixel_unshuffle.default"],
+        _resampling(InvertibleUpsampling): ["pixel_shuffle.default"],
         _stop(): stopped,
     }  # fmt: skip
     for rule, names in table.items():

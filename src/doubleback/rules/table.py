@@ -177,9 +177,10 @@ def registered() -> tuple[Any, ...]:
 
 
 def overload(name: str) -> Any | None:
-    """'relu.default' → aten.relu.default, or None where this torch has no such overload."""
+    """'relu.default' → aten.relu.default, an operator of the library's own where aten has none, or
+    None where this torch has no such overload."""
     packet, _, which = name.partition(".")
-    found = getattr(torch.ops.aten, packet, None)
+    found = getattr(torch.ops.aten, packet, None) or getattr(torch.ops.doubleback, packet, None)
     return getattr(found, which or "default", None) if found is not None else None
 
 

@@ -1,0 +1,219 @@
+"""Operators with weights: dense, convolution, locally connected."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..counting import counted
+from ..errors import InputError
+from ..kernels import locally_connected as local
+from .base import Operator, Shape, placeholder, shape_of
+
+aten = torch.ops.aten
+
+
+def _unread(y: Tensor, weight: Tensor | None, shape: Sequence[int]) -> Tensor:
+    """An input of which PyTorch reads shape and layout only. A stride-0 placeholder would make it
+    copy channels-last cotangents back and forth."""
+    if weight is not None and weight.dim() == 4 and not weight.is_contiguous():
+        return torch.empty(
+            tuple(shape), dtype=y.dtype, device=y.device, memory_format=torch.channels_last
+        )
+    return placeholder(y, shape)
+
+
+@dataclass(frozen=True)
+class Dense(Operator):
+    """K(W, x) = x Wᵀ over the last axis, for any number of leading axes.
+
+    x: (…, n), W: (m, n), y: (…, m).
+
+    >>> import torch
+    >>> K, W, x, y = Dense(), torch.ones(2, 3), torch.ones(4, 3), torch.ones(4, 2)
+    >>> K.forward(W, x).shape, K.transpose(W, y).shape, K.weight_adjoint(x, y).shape
+    (torch.Size([4, 2]), torch.Size([4, 3]), torch.Size([2, 3]))
+    """
+
+    def forward(self, weight: Tensor, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        counted(forward=1)
+        return aten.linear(x, weight, bias)
+
+    def transpose(self, weight: Tensor, y: Tensor, shape: Shape | None = None) -> Tensor:
+        counted(transpose=1)
+        return y @ weight
+
+    def weight_adjoint(self, x: Tensor, y: Tensor, shape: Any = None) -> Tensor:
+        counted(weight_adjoint=1)
+        return y.reshape(-1, y.shape[-1]).t() @ x.reshape(-1, x.shape[-1])
+
+    def sample(self) -> tuple[Tensor, Tensor]:
+        return torch.randn(4, 5), torch.randn(2, 3, 5)
+
+
+@dataclass(frozen=True)
+class Convolution(Operator):
+    """Convolution or transposed convolution in one to three dimensions.
+
+    K(θ, x) = x ⋆ θ with stride, padding, dilation and groups, as ``aten.convolution``.
+
+    >>> import torch
+    >>> K = Convolution(stride=(2, 2), padding=(1, 1), dilation=(1, 1))
+    >>> K.forward(torch.ones(5, 3, 3, 3), torch.ones(1, 3, 8, 8)).shape
+    torch.Size([1, 5, 4, 4])
+    """
+
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    transposed: bool = False
+    output_padding: tuple[int, ...] = ()
+    groups: int = 1
+
+    def _options(self) -> tuple:
+        extra = self.output_padding or (0,) * len(self.stride)
+        return (self.stride, self.padding, self.dilation, self.transposed, extra, self.groups)
+
+    def forward(self, weight: Tensor, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        counted(forward=1)
+        return aten.convolution(x, weight, bias, *self._options())
+
+    def transpose(
+        self,
+        weight: Tensor,
+        y: Tensor,
+        shape: Shape | None = None,
+        like: Tensor | None = None,
+    ) -> Tensor:
+        """Kᵀ(θ, y), of the input's `shape` (a strided convolution forgets it).
+
+        like: any tensor of that shape; PyTorch reads the layout of the result off it.
+        """
+        if shape is None:
+            raise InputError(f"the transpose of {self} needs the input's shape")
+        return self.adjoints(like, weight, y, shape, weight.shape, (True, False, False))[0]
+
+    def weight_adjoint(self, x: Tensor, y: Tensor, shape: Any = None) -> Tensor:
+        """K□(x, y), of the weight's `shape`."""
+        if shape is None:
+            raise InputError(f"the weight adjoint of {self} needs the weight's shape")
+        return self.adjoints(x, None, y, x.shape, shape_of(shape), (False, True, False))[1]
+
+    def adjoints(
+        self,
+        x: Tensor | None,
+        weight: Tensor | None,
+        y: Tensor,
+        x_shape: Sequence[int],
+        weight_shape: Sequence[int],
+        wanted: tuple[bool, bool, bool],
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Kᵀ(θ, y), K□(x, y) and the sum of y for a bias, those that are `wanted`, in one call."""
+        counted(transpose=int(wanted[0]), weight_adjoint=int(wanted[1]))
+        if x is None:
+            x = _unread(y, weight, x_shape)
+        if weight is None:
+            weight = placeholder(y, weight_shape)
+        channels = [y.shape[1]] if wanted[2] else None
+        return aten.convolution_backward(y, x, weight, channels, *self._options(), list(wanted))
+
+    def sample(self) -> tuple[Tensor, Tensor]:
+        n, kernel = len(self.stride), 2
+        sizes = [5 + d * (kernel - 1) + s for d, s in zip(self.dilation, self.stride, strict=True)]
+        before, after = 2 * self.groups, 3
+        shape = (before, after) if self.transposed else (after * self.groups, before // self.groups)
+        return torch.randn(*shape, *(kernel,) * n), torch.randn(2, before, *sizes)
+
+
+@dataclass(frozen=True)
+class LocallyConnected(Operator):
+    """A convolution whose filter changes from place to place, in one or two dimensions.
+
+    y[b, o, p] = Σ_{c,k} θ[p, o, c, k] x[b, c, p·stride + k·dilation − padding]
+
+    x: (B, C, *sizes), θ: (*out sizes, O, C, *kernel), y: (B, O, *out sizes). Computed as batched
+    products over a few rows of places at a time: the patches of x never exist as a whole.
+
+    >>> import torch
+    >>> K = LocallyConnected(stride=(1, 1), padding=(0, 0), dilation=(1, 1))
+    >>> K.forward(torch.randn(6, 6, 5, 3, 3, 3), torch.randn(2, 3, 8, 8)).shape
+    torch.Size([2, 5, 6, 6])
+    """
+
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        sizes = {len(self.stride), len(self.padding), len(self.dilation)}
+        if sizes not in ({1}, {2}):
+            raise InputError(f"{self} needs stride, padding and dilation for one or two axes")
+
+    @property
+    def _flat(self) -> bool:
+        return len(self.stride) == 1
+
+    def _options(self) -> tuple[list[int], list[int], list[int]]:
+        """Stride, padding and dilation in two dimensions; a row has height 1."""
+        if self._flat:
+            return [1, *self.stride], [0, *self.padding], [1, *self.dilation]
+        return list(self.stride), list(self.padding), list(self.dilation)
+
+    def out_sizes(self, sizes: Shape, kernel: Shape) -> tuple[int, ...]:
+        """Spatial sizes of the output."""
+        parts = zip(sizes, kernel, self.stride, self.padding, self.dilation, strict=True)
+        return tuple((n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, p, d in parts)
+
+    def _check(self, weight: Tensor, x: Tensor) -> None:
+        n = len(self.stride)
+        shapes = f"weight of shape {tuple(weight.shape)}, input of shape {tuple(x.shape)}"
+        if x.dim() != n + 2 or weight.dim() != 2 * n + 2:
+            raise InputError(
+                f"{self} takes an input (B, C, *sizes) and a weight (*out sizes, O, C, *kernel) "
+                f"with {n} spatial axes: {shapes}"
+            )
+        wanted = (*self.out_sizes(x.shape[2:], weight.shape[n + 2 :]), x.shape[1])
+        if (*weight.shape[:n], weight.shape[n + 1]) != wanted:
+            raise InputError(
+                f"{self}: {shapes}; such an input has output sizes {wanted[:-1]} and "
+                f"{wanted[-1]} channels"
+            )
+
+    def _weight2d(self, weight: Tensor) -> Tensor:
+        return weight[None].unsqueeze(-2) if self._flat else weight
+
+    def _image(self, t: Tensor) -> Tensor:
+        return t.unsqueeze(-2) if self._flat else t
+
+    def forward(self, weight: Tensor, x: Tensor) -> Tensor:
+        self._check(weight, x)
+        counted(forward=1)
+        y = local.forward(self._image(x), self._weight2d(weight), *self._options())
+        return y.squeeze(-2) if self._flat else y
+
+    def transpose(self, weight: Tensor, y: Tensor, shape: Shape | None = None) -> Tensor:
+        if shape is None:
+            raise InputError(f"the transpose of {self} needs the input's shape")
+        counted(transpose=1)
+        sizes = [1, shape[-1]] if self._flat else list(shape[-2:])
+        x = local.transpose(self._weight2d(weight), self._image(y), sizes, *self._options())
+        return x.squeeze(-2) if self._flat else x
+
+    def weight_adjoint(self, x: Tensor, y: Tensor, shape: Any = None) -> Tensor:
+        if shape is None:
+            raise InputError(f"the weight adjoint of {self} needs the weight's shape")
+        counted(weight_adjoint=1)
+        kernel = list(shape_of(shape)[-len(self.stride) :])
+        kernel = [1, *kernel] if self._flat else kernel
+        weight = local.weight_adjoint(self._image(x), self._image(y), kernel, *self._options())
+        return weight.squeeze(-2)[0] if self._flat else weight
+
+    def sample(self) -> tuple[Tensor, Tensor]:
+        kernel = (2,) * len(self.stride)
+        sizes = tuple(4 + d + s for d, s in zip(self.dilation, self.stride, strict=True))
+        weight = torch.randn(*self.out_sizes(sizes, kernel), 3, 2, *kernel)
+        return weight, torch.randn(2, 2, *sizes)

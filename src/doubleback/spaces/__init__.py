@@ -1,0 +1,23 @@
+"""Spaces of inputs, outputs and parameters: inner products, norms, Riesz maps (theory §7).
+
+A penalty measures the derivative J*v, a Euclidean gradient g, in the space X of inputs: with
+⟨u, v⟩_X = uᵀGv the representer is G⁻¹g and its squared norm gᵀG⁻¹g.
+"""
+
+from .base import Euclidean, Product, Space, Weighted, dual_square, per_example, safe_sqrt
+from .grids import Grid
+from .lp import Lp
+from .sobolev import Sobolev
+
+__all__ = [
+    "Euclidean",
+    "Grid",
+    "Lp",
+    "Product",
+    "Sobolev",
+    "Space",
+    "Weighted",
+    "dual_square",
+    "per_example",
+    "safe_sqrt",
+]
