@@ -12,11 +12,13 @@ from .errors import (
     LabelError,
     NonFiniteError,
     OutputChoiceError,
+    PatchError,
     RuleError,
     StaleGraphError,
     ThirdDerivativeError,
 )
 from .norms import Deviation, Norm, SquaredNorm
+from .patch import patch, patch_report, patched, unpatch
 from .penalised import Penalised
 from .penalties import BilinearForm, Custom, GradientMatch, LossGradient, OutputGradient
 from .rules import Call, Rule, Structure
@@ -44,6 +46,7 @@ __all__ = [
     "Operations",
     "OutputChoiceError",
     "OutputGradient",
+    "PatchError",
     "Penalised",
     "Rule",
     "RuleError",
@@ -55,7 +58,11 @@ __all__ = [
     "check_rule",
     "count_operations",
     "operators",
+    "patch",
+    "patch_report",
+    "patched",
     "register_rule",
     "spaces",
+    "unpatch",
     "unregister_rule",
 ]
