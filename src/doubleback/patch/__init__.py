@@ -13,10 +13,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 
-from . import convolution
+from . import attention, convolution, normalisation
 from .mechanism import Patcher, PatchReport
 
-_patcher = Patcher([*convolution.FORMULAS])
+_patcher = Patcher([*convolution.FORMULAS, *attention.FORMULAS, *normalisation.FORMULAS])
 
 
 def patch(only: Iterable[str] | None = None) -> None:
@@ -43,7 +43,7 @@ def patched(only: Iterable[str] | None = None) -> AbstractContextManager[None]:
 
     >>> with patched():
     ...     {entry.state for entry in patch_report() if entry.family == "convolution"}
-    {'ready'}
+    {'replaced'}
     """
     return _patcher.patched(only)
 

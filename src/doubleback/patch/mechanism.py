@@ -23,9 +23,8 @@ import torch
 from torch.autograd import forward_ad, graph
 
 from ..errors import PatchError
-from .node import Formula, derivative_kernel
+from .node import KEYS, Formula, derivative_kernel
 
-KEYS = ("AutogradCPU", "AutogradCUDA")
 OLDEST, NEWEST = (2, 11), (2, 13)
 
 
@@ -112,7 +111,7 @@ class Patcher:
         chosen = self.choose(only)
         with self.lock:
             self.scoped.update(chosen)
-            self.settle()
+            self.arm("create_graph")  # what a block is for
         try:
             yield
         finally:
@@ -144,7 +143,7 @@ class Patcher:
         if op is None or foreign(op):
             return
         library = torch.library.Library("aten", "IMPL")
-        for key in KEYS:
+        for key in formula.keys:
             stock = torch.library.get_kernel(op, key)
             make = formula.kernel or derivative_kernel
             library.impl(op, make(formula, stock), key, with_keyset=True)

@@ -1,8 +1,9 @@
-"""One backward operator with a second derivative of our own, as a node of PyTorch's graph.
+"""One ATen operator with a derivative of our own, as a node of PyTorch's graph.
 
-A `Formula` belongs to one ATen backward operator d = B(ξ, x, θ, …). Its `second` maps the
-cotangents of d to those of B's arguments. `kernel` makes the function that stands in for the
-operator's autograd kernel: where no derivative of B is asked for, it is the stock kernel.
+Mostly it is a backward operator d = B(ξ, x, θ, …); its `Formula` maps cotangents of d to those of
+B's arguments, which is a second derivative. `derivative_kernel` makes the function that stands in
+front of the operator's autograd kernel: where no derivative of B is asked for, the stock kernel
+runs.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 
+KEYS = ("AutogradCPU", "AutogradCUDA")
 Grads = Sequence[Tensor | None]
 
 
@@ -44,7 +46,10 @@ class Formula:
     accepts: whether `second` covers these arguments; the stock kernel serves the others.
     composite: the operator in differentiable steps, for forward mode; without one the stock kernel
         serves dual tensors.
-    keeps: whether `second` reads the operator's results.
+    keeps: the results of the operator that `second` reads.
+    armed_by: what registers it, "create_graph" or "forward_mode".
+    keys: where it is registered.
+    kernel: makes its kernel from (formula, stock kernel), if not `derivative_kernel`.
     """
 
     operator: str
@@ -53,8 +58,9 @@ class Formula:
     second: Callable[[Call, Grads], dict[str, Any]] | None = None
     accepts: Callable[[dict[str, Any]], bool] = lambda arguments: True
     composite: Callable[[dict[str, Any]], Any] | None = None
-    keeps: bool = False
+    keeps: tuple[int, ...] = ()
     armed_by: str = "create_graph"
+    keys: tuple[str, ...] = KEYS
     kernel: Callable[[Formula, Any], Callable] | None = None
 
     def overload(self) -> torch._ops.OpOverload | None:
@@ -99,6 +105,20 @@ def below(op: Any, keyset: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> 
         return op.redispatch(keyset & _C._after_autograd_keyset, *args, **kwargs)
 
 
+def through(composite: Callable, call: Call, cotangents: Grads) -> dict[str, Any]:
+    """The second derivative by reverse mode over the operator in differentiable steps."""
+    names = [name for name, needed in call.needed.items() if needed]
+    present = [i for i, c in enumerate(cotangents) if c is not None]
+
+    def results(*at: Tensor) -> tuple[Tensor, ...]:
+        found = composite(call.arguments | dict(zip(names, at, strict=True)))
+        found = found if isinstance(found, tuple) else (found,)
+        return tuple(found[i] for i in present)
+
+    pull = torch.func.vjp(results, *(call[name] for name in names))[1]
+    return dict(zip(names, pull(tuple(cotangents[i] for i in present)), strict=True))
+
+
 class Node(_SingleLevelFunction):
     """B in the graph. One level of autograd: torch.func's transforms bring a level each."""
 
@@ -110,7 +130,7 @@ class Node(_SingleLevelFunction):
         values = (*args, *kwargs.values())
         ctx.places = [i for i, value in enumerate(values) if isinstance(value, Tensor)]
         ctx.values = [None if isinstance(value, Tensor) else value for value in values]
-        kept = results if formula.keeps else ()
+        kept = (results[i] for i in formula.keeps)
         ctx.save_for_backward(*(values[i] for i in ctx.places), *kept)
         ctx.set_materialize_grads(False)
         return result
