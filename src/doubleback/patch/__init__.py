@@ -13,10 +13,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 
-from . import attention, convolution, normalisation
+from . import attention, convolution, missing, normalisation
 from .mechanism import Patcher, PatchReport
 
-_patcher = Patcher([*convolution.FORMULAS, *attention.FORMULAS, *normalisation.FORMULAS])
+_patcher = Patcher(
+    [
+        *convolution.FORMULAS,
+        *attention.FORMULAS,
+        *normalisation.FORMULAS,
+        *missing.FORMULAS,
+    ]
+)
 
 
 def patch(only: Iterable[str] | None = None) -> None:
