@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import _C, Tensor
+from torch._C._functorch import peek_interpreter_stack  # pyright: ignore
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
@@ -96,13 +97,14 @@ def again(*tensors: Any) -> bool:
 
 
 def below(op: Any, keyset: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """The operator itself, without this level of autograd; levels below keep their grad mode."""
-    with (
-        torch.enable_grad(),
-        forward_ad._set_fwd_grad_enabled(True),
-        _C._AutoDispatchBelowAutograd(),
-    ):
-        return op.redispatch(keyset & _C._after_autograd_keyset, *args, **kwargs)
+    """The operator without this level of autograd; torch.func's levels below keep theirs."""
+    keyset = keyset & _C._after_autograd_keyset
+    if peek_interpreter_stack() is None:
+        with _C._AutoDispatchBelowAutograd():
+            return op.redispatch(keyset, *args, **kwargs)
+    forward_mode = forward_ad._set_fwd_grad_enabled(True)
+    with torch.enable_grad(), forward_mode, _C._AutoDispatchBelowAutograd():
+        return op.redispatch(keyset, *args, **kwargs)
 
 
 def through(composite: Callable, call: Call, cotangents: Grads) -> dict[str, Any]:
@@ -123,57 +125,88 @@ class Node(_SingleLevelFunction):
     """B in the graph. One level of autograd: torch.func's transforms bring a level each."""
 
     @staticmethod
-    def forward(ctx, formula, op, keyset, names, kwargs, *args):
-        result = below(op, keyset, args, kwargs)
-        results = result if isinstance(result, tuple) else (result,)
-        ctx.formula, ctx.names = formula, (*names[: len(args)], *kwargs)
-        values = (*args, *kwargs.values())
-        ctx.places = [i for i, value in enumerate(values) if isinstance(value, Tensor)]
-        ctx.values = [None if isinstance(value, Tensor) else value for value in values]
-        kept = (results[i] for i in formula.keeps)
-        ctx.save_for_backward(*(values[i] for i in ctx.places), *kept)
+    def forward(ctx, site, keyset, arguments, args, kwargs, *tensors):
+        result = below(site.op, keyset, args, kwargs)
+        keeps = site.formula.keeps
+        ctx.site, ctx.options = site, {name: arguments[name] for name in site.options}
+        ctx.save_for_backward(*tensors, *(result[i] for i in keeps))
         ctx.set_materialize_grads(False)
         return result
 
     @staticmethod
     def backward(ctx, *cotangents):
-        lead, positional = 5, len(ctx.needs_input_grad) - 5
-        if all(c is None for c in cotangents):
-            return (None,) * (lead + positional)
-        saved, values = ctx.saved_tensors, list(ctx.values)
-        for place, tensor in zip(ctx.places, saved, strict=False):
-            values[place] = tensor
-        needed = dict.fromkeys(ctx.names, False)
-        needed |= dict(zip(ctx.names, ctx.needs_input_grad[lead:], strict=False))
-        arguments = dict(zip(ctx.names, values, strict=True))
-        call = Call(arguments, needed, tuple(saved[len(ctx.places) :]))
-        grads = ctx.formula.second(call, cotangents)
-        found = (grads.get(name) if needed[name] else None for name in ctx.names[:positional])
-        return (*(None for _ in range(lead)), *found)
+        site, saved = ctx.site, ctx.saved_tensors
+        names = site.tensors
+        needed = dict(zip(names, ctx.needs_input_grad[5:], strict=True))
+        grads: dict[str, Any] = {}
+        if any(c is not None for c in cotangents):
+            arguments = ctx.options | dict(zip(names, saved, strict=False))
+            call = Call(arguments, needed, saved[len(names) :])
+            if last():
+                with _C._AutoDispatchBelowAutograd():
+                    grads = site.formula.second(call, cotangents)
+            else:
+                grads = site.formula.second(call, cotangents)
+        found = (grads.get(name) if wanted else None for name, wanted in needed.items())
+        return (None, None, None, None, None, *found)
+
+
+def last() -> bool:
+    """Whether no derivative of any kind can be taken of what is computed now."""
+    plain = not torch.is_grad_enabled() and peek_interpreter_stack() is None
+    return plain and forward_ad._current_level < 0
+
+
+@dataclass(frozen=True)
+class Site:
+    """A formula at its operator, whose arguments are told apart once."""
+
+    formula: Formula
+    op: Any
+    positional: tuple[str, ...]
+    tensors: tuple[str, ...]
+    options: tuple[str, ...]
+    defaults: dict[str, Any]
+
+    @classmethod
+    def of(cls, formula: Formula, op: Any) -> Site:
+        schema = op._schema.arguments
+        tensors = tuple(a.name for a in schema if "Tensor" in str(a.type))
+        return cls(
+            formula,
+            op,
+            tuple(a.name for a in schema if not a.kwarg_only),
+            tensors,
+            tuple(a.name for a in schema if a.name not in tensors),
+            {a.name: a.default_value for a in schema if a.has_default_value()},
+        )
+
+    def arguments(self, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """By name, with the defaults, which a dispatcher leaves out."""
+        return self.defaults | dict(zip(self.positional, args, strict=False)) | kwargs
 
 
 def derivative_kernel(formula: Formula, stock: Any) -> Callable:
     """The autograd kernel of the operator, in front of `stock`."""
-    op, apply = formula.overload(), getattr(Node, "apply")  # noqa: B009
-    assert op is not None  # asked for by the patcher
-    schema = op._schema.arguments
-    names = [a.name for a in schema if not a.kwarg_only]
-    defaults = {a.name: a.default_value for a in schema if a.has_default_value()}
+    site, apply = Site.of(formula, formula.overload()), getattr(Node, "apply")  # noqa: B009
+    call_stock, accepts, names = stock.call_boxed, formula.accepts, site.tensors
 
     def kernel(keyset, *args, **kwargs):
-        if forward_ad._current_level >= 0 and is_dual(*args, *kwargs.values()):
-            arguments = defaults | dict(zip(names, args, strict=False)) | kwargs
-            if formula.composite is not None and formula.accepts(arguments):
-                return formula.composite(arguments)
-            return stock.call_boxed(keyset, *args, **kwargs)
-        if not (_C.is_grad_enabled() and _C._any_requires_grad(*args, **kwargs)):
-            return stock.call_boxed(keyset, *args, **kwargs)
-        arguments = defaults | dict(zip(names, args, strict=False)) | kwargs
-        if not formula.accepts(arguments):
-            return stock.call_boxed(keyset, *args, **kwargs)
-        args = tuple(arguments[name] for name in names)
-        kwargs = {k: v for k, v in arguments.items() if k not in names}
+        differentiated = _C.is_grad_enabled() and _C._any_requires_grad(*args, **kwargs)
+        if not differentiated and forward_ad._current_level < 0:
+            return call_stock(keyset, *args, **kwargs)
+        dual = is_dual(*args, *kwargs.values())
+        if (dual and formula.composite is None) or not (dual or differentiated):
+            return call_stock(keyset, *args, **kwargs)
+        arguments = site.arguments(args, kwargs)
+        if not accepts(arguments):
+            return call_stock(keyset, *args, **kwargs)
+        if dual:
+            return formula.composite(arguments)  # type: ignore[misc]
+        tensors = [arguments[name] for name in names]
+        if peek_interpreter_stack() is None:
+            return apply(site, keyset, arguments, args, kwargs, *tensors)
         with enable_single_level_autograd_function():
-            return apply(formula, op, keyset, names, kwargs, *args)
+            return apply(site, keyset, arguments, args, kwargs, *tensors)
 
     return kernel
