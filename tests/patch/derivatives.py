@@ -86,6 +86,8 @@ def samples(
                     continue
 
                 def function(op=op, sample=sample):
-                    return op.gradcheck_wrapper(op, sample.input, *sample.args, **sample.kwargs)
+                    return op.gradcheck_wrapper(
+                        op.get_op(), sample.input, *sample.args, **sample.kwargs
+                    )
 
                 yield function, inputs

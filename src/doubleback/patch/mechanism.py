@@ -135,6 +135,7 @@ class Patcher:
                 self.register(formula)
             elif not due and name in self.libraries:
                 self.libraries.pop(name)._destroy()
+                forget(formula.overload())
         if not wanted and self.hooks:
             self.unhook()
 
@@ -148,6 +149,7 @@ class Patcher:
             make = formula.kernel or derivative_kernel
             library.impl(op, make(formula, stock), key, with_keyset=True)
         self.libraries[formula.operator] = library
+        forget(op)
 
     def arm(self, *events: str) -> None:
         with self.lock:
@@ -206,6 +208,12 @@ class Patcher:
         elif formula.family in wanted:
             state = "ready"
         return Entry(formula.operator, formula.family, state, reason)
+
+
+def forget(op: torch._ops.OpOverload | None) -> None:
+    """The kernels that tracing looked up before: it would go on with them."""
+    if op is not None:
+        op._dispatch_cache.clear()
 
 
 _LINE = re.compile(r"^(\w+)(?:\[alias\])?(?: \(inactive\))?: registered at (.*?:\d+) ")
