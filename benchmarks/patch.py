@@ -3,10 +3,11 @@
     PYTHONPATH=src python benchmarks/patch.py --out benchmarks/results/patch-h200.json
     PYTHONPATH=src python benchmarks/patch.py --tiny --device cpu
 
-Parts: `nets` (price = penalised step / plain step, stock and patched; what the patch costs a plain
-step), `attention` (second derivative at long sequences: time and memory), `calls` (microseconds
-that a replaced operator adds to a first-order backward) and `convolution` (single layers). The
-output file is rewritten after every row; a row that fails says why and the run goes on.
+Parts: `check` (second derivatives on this device against float64), `nets` (price = penalised step /
+plain step, stock and patched; what the patch costs a plain step), `attention` (second derivative at
+long sequences: time and memory), `calls` (microseconds that a replaced operator adds to a
+first-order backward) and `convolution` (single layers). The output file is rewritten after every
+row; a row that fails says why and the run goes on.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from torch.nn import functional as F
 
 import doubleback as db
 import methods
+import patch_check
 import patch_nets
 import report
 from worker import DTYPES, allow_tf32, gradient_error, hardware, versions
@@ -309,7 +311,7 @@ def convolution_row(name: str, dtype: str, layout: str, chosen, deadline: float)
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    parts = ["nets", "attention", "calls", "convolution"]
+    parts = ["check", "nets", "attention", "calls", "convolution"]
     add("--parts", nargs="+", choices=parts, default=parts)
     add("--nets", nargs="+", choices=patch_nets.TABLE, default=list(patch_nets.TABLE))
     add("--dtypes", nargs="+", choices=DTYPES, help="default: both; CPU: float32")
@@ -334,6 +336,8 @@ def arguments() -> argparse.Namespace:
 
 def rows_of(chosen, deadline: float):
     """The rows, the cheap ones first; each computed when it is asked for."""
+    if "check" in chosen.parts:
+        yield from patch_check.rows(chosen.device, {d: DTYPES[d] for d in chosen.dtypes})
     if "calls" in chosen.parts:
         yield from calls_rows(chosen, deadline)
     if "attention" in chosen.parts:
@@ -354,15 +358,16 @@ def rows_of(chosen, deadline: float):
 def show(row: Row) -> None:
     label = " ".join(
         str(row[k])
-        for k in ("part", "net", "layer", "operator", "length", "dtype", "layout")
+        for k in ("part", "case", "net", "layer", "operator", "length", "dtype", "layout")
         if k in row
     )
-    numbers = {k: round(v, 3) for k, v in row.items() if isinstance(v, float)}
+    numbers = {k: float(f"{v:.3g}") for k, v in row.items() if isinstance(v, float)}
+    numbers |= {k: v for k, v in row.items() if k in ("suspect", "error") and v}
     times = {
         name: round(r["ms"], 3) if "ms" in r else r["error"][:120]
         for name, r in row.get("methods", {}).items()
     }
-    print(label, times or row.get("microseconds"), numbers, flush=True)
+    print(label, *(d for d in (times, row.get("microseconds"), numbers) if d), flush=True)
 
 
 def command_line() -> str:
