@@ -4,7 +4,8 @@
     PYTHONPATH=src python benchmarks/patch.py --tiny --device cpu
 
 Parts: `check` (second derivatives on this device against float64), `nets` (price = penalised step /
-plain step, stock and patched; what the patch costs a plain step), `attention` (second derivative at
+plain step, stock and patched; and what the patch costs a plain step, before and after the first
+create_graph=True registers it), `attention` (second derivative at
 long sequences: time and memory), `calls` (microseconds that a replaced operator adds to a
 first-order backward) and `convolution` (single layers). The output file is rewritten after every
 row; a row that fails says why and the run goes on.
@@ -141,6 +142,16 @@ def penalised_step(entry, net: nn.Module, x: Tensor, y: Tensor, unfused: bool) -
     return step
 
 
+@contextlib.contextmanager
+def waiting():
+    """A process that has called db.patch() and trains in first order: nothing is registered."""
+    db.patch()
+    try:
+        yield
+    finally:
+        db.unpatch()
+
+
 def net_row(name: str, dtype: str, layout: str, chosen, deadline: float) -> Row:
     entry = patch_nets.TABLE[name]
     net, x, y = entry.problem(tiny=chosen.tiny, device=chosen.device, dtype=DTYPES[dtype])
@@ -151,13 +162,14 @@ def net_row(name: str, dtype: str, layout: str, chosen, deadline: float) -> Row:
     patched = penalised_step(entry, net, x, y, unfused=False)
     steps = {
         "plain": (plain, contextlib.nullcontext),
-        "plain patched": (plain, db.patched),
+        "plain patched": (plain, waiting),
+        "plain armed": (plain, db.patched),
         "patched": (patched, db.patched),
         "stock": (stock, contextlib.nullcontext),
     }
     row: Row = {"part": "nets", "net": name, "dtype": dtype, "layout": layout, "batch": len(x)}
     row["methods"] = found = measured(steps, chosen, deadline)
-    for method in ("stock", "patched", "plain patched"):
+    for method in ("stock", "patched", "plain patched", "plain armed"):
         if "ms" in found["plain"] and "ms" in found[method]:
             row[f"price_{method.replace(' ', '_')}"] = found[method]["ms"] / found["plain"]["ms"]
     if entry.attention:
@@ -229,7 +241,8 @@ def attention_row(length: int, dtype: str, chosen, deadline: float) -> Row:
 
 
 def calls_rows(chosen, deadline: float) -> list[Row]:
-    """Microseconds of one tiny first-order backward: stock, patched and not yet armed, armed."""
+    """Microseconds of one tiny first-order backward: stock; after db.patch(); and once a
+    create_graph=True has registered the kernels (armed)."""
     device = chosen.device
     x = torch.randn(2, 4, 4, 4, device=device, requires_grad=True)
     weight = torch.randn(4, 4, 1, 1, device=device, requires_grad=True)
@@ -250,20 +263,16 @@ def calls_rows(chosen, deadline: float) -> list[Row]:
                 torch.autograd.grad(out, at, seed, retain_graph=True)
             synchronise(device)
 
-        def one(context) -> float:
-            with context():
-                many()
-                start = time.perf_counter()
-                many()
-                return (time.perf_counter() - start) / 200 * 1e6
-
-        found = {"stock": [], "waiting": [], "armed": []}
+        found = {"stock": [], "patched": [], "armed": []}
         for _ in range(5):
-            found["stock"].append(one(contextlib.nullcontext))
-            db.patch()
-            found["waiting"].append(one(contextlib.nullcontext))
-            db.unpatch()
-            found["armed"].append(one(db.patched))
+            for key, context in zip(
+                found, (contextlib.nullcontext, waiting, db.patched), strict=True
+            ):
+                with context():
+                    many()
+                    start = time.perf_counter()
+                    many()
+                    found[key].append((time.perf_counter() - start) / 200 * 1e6)
         us = {key: min(values) for key, values in found.items()}
         rows.append({"part": "calls", "operator": name, "microseconds": us})
     return rows

@@ -120,6 +120,27 @@ def test_channels_last_stays_channels_last(groups):
         assert t.is_contiguous(memory_format=torch.channels_last)
 
 
+@pytest.mark.parametrize("groups, size", [(2, 3), (8, 5), (8, 3)])
+def test_float32_groups_are_exact_and_keep_their_layout(groups, size):
+    """Some filter gradients run on channels-last copies."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = (2, 8, 9, 9), (8, 8 // groups, size, size)
+
+    def results(dtype):
+        inputs = [torch.randn(s, generator=generator.manual_seed(1)).to(dtype) for s in shapes]
+        inputs = [t.requires_grad_() for t in inputs]
+        y = F.conv2d(*inputs, padding=size // 2, groups=groups)
+        grads = torch.autograd.grad(y.sin().sum(), inputs, create_graph=True)
+        return torch.autograd.grad(sum(g.square().sum() for g in grads), inputs)
+
+    exact = results(torch.float64)
+    with db.patched():
+        found = results(torch.float32)
+    for a, b in zip(found, exact, strict=True):
+        assert a.is_contiguous()
+        assert (a - b).norm() / b.norm() < 1e-5
+
+
 def test_third_order_where_stock_has_none():
     """Stock's double backward hands output_padding to an ordinary convolution, and stops."""
     _, inputs = problem((1, 2, 3), (2, 2, 3), dict(stride=2, output_padding=1), transposed=True)

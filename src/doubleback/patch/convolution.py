@@ -12,8 +12,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from ..kernels.standardisation import eager
 from ..operators import Convolution
 from .node import Call, Formula, Grads, plain
 
@@ -37,10 +39,12 @@ def _second(call: Call, cotangents: Grads) -> dict[str, Any]:
         found["grad_output"] = _tangent(K, u, tau, beta, x, weight, xi)
     wanted = (call.needs("input") and tau is not None, call.needs("weight") and u is not None)
     if any(wanted):
-        x_bar, weight_bar, _ = K.adjoints(
-            u, tau, xi, x.shape, weight.shape, (*wanted, False), like=x
-        )
-        found |= {"input": x_bar, "weight": weight_bar}
+        like, shape = x, weight.shape
+        if _slow_when_contiguous(K, u, tau, xi, x, weight):
+            u, tau, like = (_laid(t) for t in (u, tau, x))
+            xi = xi.contiguous(memory_format=torch.channels_last)
+        x_bar, weight_bar, _ = K.adjoints(u, tau, xi, x.shape, shape, (*wanted, False), like=like)
+        found |= {"input": _like(x_bar, x), "weight": _like(weight_bar, weight)}
     return found
 
 
@@ -55,6 +59,25 @@ def _tangent(K: Convolution, u, tau, beta, x, weight, xi) -> Tensor | None:
     if beta is not None:
         tangent = beta.view(-1, *[1] * (xi.dim() - 2)).expand_as(xi)
     return tangent
+
+
+def _laid(t: Tensor | None) -> Tensor | None:
+    return None if t is None else t.contiguous(memory_format=torch.channels_last)
+
+
+def _like(t: Tensor | None, like: Tensor) -> Tensor | None:
+    return t.contiguous() if t is not None and like.is_contiguous() else t
+
+
+def _slow_when_contiguous(K: Convolution, u, tau, xi, x, weight) -> bool:
+    """Filter gradients for which the CPU has a fast kernel for channels-last tensors alone: groups
+    of a few channels, and depthwise filters beyond 3×3. Worth two copies."""
+    if not (weight.is_cpu and weight.dim() == 4 and K.groups > 1 and eager(u, tau, xi, x, weight)):
+        return False
+    channels = min(x.shape[1], xi.shape[1]) // K.groups
+    entries = weight.shape[2] * weight.shape[3]
+    fast = channels >= 16 or (channels == 1 and entries <= 9)
+    return weight.dtype in (torch.float32, torch.bfloat16) and not fast
 
 
 def _accepts(a: dict[str, Any]) -> bool:
