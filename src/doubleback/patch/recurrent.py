@@ -23,12 +23,12 @@ _NAMES = ("input", "hx", "cx", "grad_output", "grad_hy", "grad_cy")
 
 @contextmanager
 def _without_cudnn() -> Iterator[None]:
-    before = torch.backends.cudnn.enabled
-    torch.backends.cudnn.enabled = False
+    before = _C._get_cudnn_enabled()
+    _C._set_cudnn_enabled(False)
     try:
         yield
     finally:
-        torch.backends.cudnn.enabled = before
+        _C._set_cudnn_enabled(before)
 
 
 def _weights(a: Arguments) -> list[Tensor]:
