@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 
-from . import attention, convolution, missing, normalisation, recurrent
+from . import activation, attention, convolution, missing, normalisation, recurrent
 from .mechanism import Patcher, PatchReport
 
 _patcher = Patcher(
@@ -21,6 +21,7 @@ _patcher = Patcher(
         *convolution.FORMULAS,
         *attention.FORMULAS,
         *normalisation.FORMULAS,
+        *activation.FORMULAS,
         *recurrent.FORMULAS,
         *missing.FORMULAS,
     ]
