@@ -104,16 +104,17 @@ def main() -> int:
     count = {key: sum(r[key] for r in rows) for key in ("first", "second", "patched")}
     words = [Path(w).name if w.endswith(".json") else w for w in sys.argv[1:]]
     command = shlex.join(["python", "benchmarks/patch_coverage.py", *words])
+    differing = [r for r in rows if not r["second"] or not r["patched"]]
     document = {
         "versions": {"torch": torch.__version__},
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": command,
         "samples": chosen.samples,
         "count": count,
-        "results": rows,
+        "results": differing,
+        "second_in_both": " ".join(r["operator"] for r in rows if r["second"] and r["patched"]),
     }
     report.write(chosen.out, document)
-    differing = [r for r in rows if not r["second"] or not r["patched"]]
     marks = [[r["operator"], *("–✓"[r[k]] for k in count)] for r in differing]
     report.print_table(["operator", "first", "second in stock", "second under db.patch()"], marks)
     print(f"all operators: {count}")
