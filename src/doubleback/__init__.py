@@ -14,6 +14,7 @@ from .errors import (
     MemoryWarning,
     NonFiniteError,
     OutputChoiceError,
+    PatchError,
     PenaltyWarning,
     RuleError,
     StaleGraphError,
@@ -23,6 +24,7 @@ from .jacobian import Jacobian, SpectralNorm
 from .modules import LocallyConnected1d, LocallyConnected2d
 from .norms import Deviation, Norm, SquaredNorm
 from .optim import parameter_spaces
+from .patch import patch, patch_report, patched, unpatch
 from .penalised import Penalised
 from .penalties import BilinearForm, Custom, GradientMatch, LossGradient, OutputGradient
 from .rules import Call, Rule, Structure
@@ -54,6 +56,7 @@ __all__ = [
     "Operations",
     "OutputChoiceError",
     "OutputGradient",
+    "PatchError",
     "Penalised",
     "PenaltyWarning",
     "Rule",
@@ -69,7 +72,11 @@ __all__ = [
     "count_operations",
     "operators",
     "parameter_spaces",
+    "patch",
+    "patch_report",
+    "patched",
     "register_rule",
     "spaces",
+    "unpatch",
     "unregister_rule",
 ]

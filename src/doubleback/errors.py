@@ -47,6 +47,10 @@ class CheckError(DoublebackError, AssertionError):
         self.report = report
 
 
+class PatchError(DoublebackError, RuntimeError):
+    """`db.patch()` does not know this version of torch, or this family of operators."""
+
+
 class CaptureWarning(UserWarning):
     """The network runs on autograd instead of the explicit sweeps."""
 

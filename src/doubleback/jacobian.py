@@ -77,6 +77,7 @@ class Jacobian(Penalty):
             raise InputError("projections are taken over all outputs; leave entries out")
         if plan in ("columns", "waist", "diagonal") and projections is not None:
             raise InputError(f'plan="{plan}" is exact; projections are swept by rows')
+        _check_hilbert(self.space, "Jacobian", "space")
         self.of, self.projections, self.chunk = of, projections, chunk
         self.entries, self.plan, self.memory = entries, plan, memory
         self.varying = of == "softmax"
@@ -230,6 +231,8 @@ class SpectralNorm(Penalty):
             raise InputError(f"iterations must be an int, at least 0, not {iterations!r}")
         if iterations == 0 and not warm_start:
             raise InputError("iterations=0 without warm_start measures J along a random direction")
+        _check_hilbert(self.domain, "SpectralNorm", "domain")
+        _check_hilbert(self.codomain, "SpectralNorm", "codomain")
         self.iterations, self.warm_start = iterations, warm_start
 
     def start(self, out: Tensor) -> Tensor:
@@ -277,6 +280,15 @@ class SpectralNorm(Penalty):
         return (
             f"SpectralNorm(iterations={self.iterations}, warm_start={self.warm_start}, "
             f"norm={self.norm}, reduction={self.reduction!r})"
+        )
+
+
+def _check_hilbert(space: Any, penalty: str, name: str) -> None:
+    """‖J‖_F and adjoints need an inner product."""
+    if not getattr(space, "hilbert", True):
+        raise InputError(
+            f"{penalty}({name}={space!r}) needs a space with an inner product; an Lᵖ norm with "
+            "p ≠ 2 goes with LossGradient and OutputGradient"
         )
 
 

@@ -171,7 +171,7 @@ def _second(xi, tangents, q, k, v, out, residual, layout, want) -> tuple[Any, ..
     run = tuple(w and r for w, r in zip(want, reached, strict=True))
     if not any(run):
         results: Sequence[Maybe] = (None,) * 4
-    elif attention_triton.supported(f.mask, q, k, v):
+    elif not f.transformed and attention_triton.supported(f.mask, q, k, v):
         xi, tq, q4, out4 = (f.heads(t, f.g) for t in (xi, tq, q, out))
         tk, tv, k4, v4 = (f.heads(t) for t in (tk, tv, k, v))
         lse = f.lse(residual).reshape(f.b, f.h * f.g, f.n)
@@ -361,6 +361,7 @@ class _Frame:
     exact: torch.dtype  # of the softmax and of sums
     traced: bool
     eager: bool  # results may be written over operands
+    transformed: bool  # by torch.func: operands have no storage of their own
     limit: int
 
     def rows(self, t: Maybe) -> Any:
@@ -454,7 +455,8 @@ def _frame(q, k, v, mask, is_causal, scale, enable_gqa) -> _Frame:
         )
     g = hq // h if hq > h > 0 else 1
     traced = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
-    wrapped = torch.is_grad_enabled() or peek_interpreter_stack() is not None
+    transformed = peek_interpreter_stack() is not None
+    wrapped = torch.is_grad_enabled() or transformed
     exact = torch.float64 if q.dtype == torch.float64 else torch.float32
     low = q.dtype in (torch.float16, torch.bfloat16)
     return _Frame(
@@ -473,6 +475,7 @@ def _frame(q, k, v, mask, is_causal, scale, enable_gqa) -> _Frame:
         exact=exact,
         traced=traced,
         eager=not (traced or wrapped),
+        transformed=transformed,
         limit=BLOCK_ELEMENTS["traced" if traced else "cpu" if q.device.type == "cpu" else "cuda"],
     )
 

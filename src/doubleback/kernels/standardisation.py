@@ -285,6 +285,66 @@ def standardise_second(
     return _to(t_y, x), _to(s_x, x), None if weight is None else _to(s_w, weight)
 
 
+# Differentiable to any order ---------------------------------------------------------------------
+
+
+def statistics(groups: Groups, x: Tensor, eps: float | Tensor) -> tuple[Tensor | None, Tensor]:
+    """μ (None for RMS norm) and r = (var + ε)^(−1/2) as functions of x, in plain operations."""
+    view = groups.split(x.to(statistics_dtype(x)))
+    within, across = groups.axes(x)
+    axes, keep = within + across, groups.kind == "rows"
+
+    def average(u: Tensor) -> Tensor:
+        return u.mean(axes, keepdim=True)
+
+    mean = None if groups.rms else average(view)
+    var = average((view if mean is None else view - mean).square())
+    shape = var.shape if keep else [n for i, n in enumerate(var.shape) if i not in axes]
+    var = var.reshape(shape)
+    return None if mean is None else mean.reshape(shape), (var + eps).rsqrt()
+
+
+def affine(
+    groups: Groups,
+    x: Tensor,
+    mean: Tensor | None,
+    rstd: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+) -> Tensor:
+    """w⊙x̂ + b from known statistics, in plain operations.
+
+    >>> x = torch.tensor([[1.0, 3.0]])
+    >>> affine(Groups.layer_norm([2]), x, torch.tensor([[2.0]]), torch.tensor([[1.0]]), None, None)
+    tensor([[-1.,  1.]])
+    """
+    at = Point.of(groups, x, mean, rstd, weight).in_statistics_dtype()
+    x_hat, _, w = _spread(at)
+    y = x_hat if weight is None else w * x_hat
+    y = y if bias is None else y + groups.spread(bias.to(rstd.dtype), x)
+    return y.reshape(x.shape).to(x.dtype)
+
+
+def standardise_again(
+    groups: Groups, xi: Tensor, x: Tensor, rstd: Tensor, weight: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dx = rP(w⊙ξ), dw = Σ ξ⊙x̂ and db = Σ ξ with μ and r as functions of x, in plain operations:
+    derivatives of any order and mode are right. ε is read off `rstd`."""
+    _, unscaled = statistics(groups, x, 0.0)
+    eps = (rstd.to(unscaled.dtype).square().reciprocal() - unscaled.square().reciprocal()).detach()
+    mean, r = statistics(groups, x, eps)
+    at = Point.of(groups, x, mean, r, None).in_statistics_dtype()
+    xi = at.like_x(xi)
+    g = xi
+    if weight is not None:
+        g = (groups.split(xi) * groups.spread(weight.to(xi.dtype), x)).reshape(x.shape)
+    dx, _, _ = _second_formula(at, g, g, [True, False, False])
+    x_hat, _, _ = _spread(at)
+    dw, db = (_parameter_sum(at, u) for u in (groups.split(xi) * x_hat, groups.split(xi)))
+    like = x if weight is None else weight
+    return dx.to(x.dtype), dw.to(like.dtype), db.to(like.dtype)  # type: ignore[union-attr]
+
+
 def _times_weight(groups: Groups, t: Tensor, weight: Tensor | None) -> Tensor:
     """w⊙t, in place."""
     if weight is None:
@@ -440,7 +500,9 @@ def _cell_sums(at: Point, u: Tensor) -> tuple[Tensor, Tensor]:
     mean = torch.zeros_like(rstd) if mean is None else mean
 
     def sums(u: Tensor, x: Tensor, mean: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
-        arguments = (u, x, None, None, None, mean.reshape(-1), rstd.reshape(-1), True, 0.0)
+        # contiguous: the stock kernel reads statistics of stride 0 beyond their end
+        mean, rstd = (s.reshape(-1).contiguous() for s in (mean, rstd))
+        arguments = (u, x, None, None, None, mean, rstd, True, 0.0)
         return aten.native_batch_norm_backward(*arguments, [False, True, True])[1:]
 
     if groups.kind == "batch":

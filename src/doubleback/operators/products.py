@@ -111,9 +111,16 @@ class Convolution(Operator):
         x_shape: Sequence[int],
         weight_shape: Sequence[int],
         wanted: tuple[bool, bool, bool],
+        like: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Kᵀ(θ, y), K□(x, y) and the sum of y for a bias, those that are `wanted`, in one call."""
+        """Kᵀ(θ, y), K□(x, y) and the sum of y for a bias, those that are `wanted`, in one call.
+
+        x may be None where K□ is not wanted, the weight where Kᵀ is not; `like` then lends the
+        layout of an x.
+        """
         counted(transpose=int(wanted[0]), weight_adjoint=int(wanted[1]))
+        if x is None:
+            x = like
         if x is None:
             x = _unread(y, weight, x_shape)
         if weight is None:

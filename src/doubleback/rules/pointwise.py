@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..kernels.pointwise import gelu_second, gelu_tanh_second, silu_second
 from .seeded import VMAP
 from .structures import coordinatewise, linear
 from .table import Call, Rule, Structure, Tensors, add, overload, run, sum_to
@@ -156,12 +157,7 @@ def _gelu() -> Rule:
         return aten.gelu_backward(torch.ones_like(x), x, approximate=_form(call))
 
     def second(call: Call, x: Tensor) -> Tensor:
-        if not tanh_form(call):  # φ(x)(2 − x²)
-            return torch.exp(-0.5 * x * x) * (2 - x * x) * (1 / math.sqrt(2 * math.pi))
-        c, a = math.sqrt(2 / math.pi), 0.044715
-        t = torch.tanh(c * (x + a * x * x * x))
-        du, ddu = c * (1 + 3 * a * x * x), 6 * c * a * x
-        return (1 - t * t) * (du + 0.5 * x * (ddu - 2 * t * du * du))
+        return (gelu_tanh_second if tanh_form(call) else gelu_second)(x)
 
     def _form(call: Call) -> str:
         return "tanh" if tanh_form(call) else "none"
@@ -196,8 +192,7 @@ def _alpha(call: Call) -> float:
 
 
 def _silu_second(call: Call, x: Tensor) -> Tensor:
-    s = torch.sigmoid(x)
-    return s * (1 - s) * (2 + x * (1 - 2 * s))
+    return silu_second(x)
 
 
 def _mish_second(call: Call, x: Tensor) -> Tensor:

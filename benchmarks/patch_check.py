@@ -1,0 +1,160 @@
+"""Second derivatives under `db.patch()` on this device, against float64.
+
+Each case is differentiated twice in its own dtype under the patch, and for comparison in stock
+PyTorch on a path that can (unfused attention, no cuDNN for recurrent nets); both against stock in
+float64 from the same numbers. `suspect` marks a patched error over three times the stock one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import doubleback as db
+from methods import math_attention
+
+Context = Callable[[], contextlib.AbstractContextManager]
+nothing = contextlib.nullcontext
+
+
+@dataclass(frozen=True)
+class Case:
+    """function(inputs) with its shapes; `under` selects the kernel that is patched, `reference`
+    a path on which stock has a second derivative."""
+
+    name: str
+    function: Callable[..., Tensor]
+    shapes: list[tuple[int, ...]]
+    dtypes: tuple[str, ...] = ("float32", "bf16")
+    under: Context = nothing
+    reference: Context = nothing
+    form: torch.memory_format = torch.contiguous_format
+    cuda: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def second(case: Case, inputs: list[Tensor], seed: Tensor) -> list[Tensor]:
+    """∂ of ½‖∂_{inputs}⟨sin y, seed⟩‖² in all inputs, and the first derivatives before."""
+    leaves = [t.detach().requires_grad_() for t in inputs]
+    y = case.function(*leaves, **case.options)
+    loss = (y.float() if y.dtype != torch.float64 else y).sin().mul(seed.to(y.device)).sum()
+    grads = torch.autograd.grad(loss, leaves, create_graph=True)
+    total = sum((g.float() if g.dtype != torch.float64 else g).square().sum() for g in grads) / 2
+    found = [*grads, *torch.autograd.grad(total, leaves)]
+    return [g.detach() for g in found]
+
+
+def relative(found: list[Tensor], exact: list[Tensor]) -> float:
+    """The largest ‖a − b‖/‖b‖ of all results."""
+    errors = []
+    for a, b in zip(found, exact, strict=True):
+        b = b.double().cpu()
+        errors.append(float((a.double().cpu() - b).norm() / b.norm().clamp(min=1e-30)))
+    return max(errors)
+
+
+def row(case: Case, dtype_name: str, dtype: torch.dtype, device: str) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(s, generator=generator).to(device, dtype) for s in case.shapes]
+    inputs[0] = inputs[0].contiguous(memory_format=case.form)
+    with torch.no_grad(), case.reference():
+        seed = torch.randn(case.function(*inputs, **case.options).shape, generator=generator)
+    found: dict[str, Any] = {"part": "check", "case": case.name, "dtype": dtype_name}
+    try:
+        with case.reference():
+            exact = second(case, [t.double() for t in inputs], seed.double())
+            stock = relative(second(case, inputs, seed), exact)
+        with db.patched(), case.under():
+            patched = relative(second(case, inputs, seed), exact)
+        suspect = not patched <= 3 * stock + 1e-6
+        found |= {"error_patched": patched, "error_stock": stock, "suspect": suspect}
+    except Exception as error:
+        found["error"] = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+    return found
+
+
+@contextlib.contextmanager
+def without_cudnn() -> Iterator[None]:
+    before = torch.backends.cudnn.enabled
+    torch.backends.cudnn.enabled = False
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.enabled = before
+
+
+def recurrent(name: str) -> Callable[..., Tensor]:
+    """Two layers, 8 inputs, 16 hidden units."""
+
+    def function(x: Tensor, *weights: Tensor) -> Tensor:
+        h = x.new_zeros(2, x.shape[1], 16)
+        state = (h, h) if name == "lstm" else h
+        weights = tuple(0.3 * w for w in weights)
+        return getattr(torch._VF, name)(x, state, weights, True, 2, 0.0, True, False, False)[0]
+
+    return function
+
+
+def cases() -> Iterator[Case]:
+    yield Case(
+        "convolution, grouped", lambda x, w: F.conv2d(x, w, padding=1, stride=2, groups=4),
+        [(4, 16, 14, 14), (16, 4, 3, 3)],
+    )  # fmt: skip
+    yield Case(
+        "convolution, depthwise, channels-last", lambda x, w: F.conv2d(x, w, padding=1, groups=16),
+        [(4, 16, 14, 14), (16, 1, 3, 3)], form=torch.channels_last,
+    )  # fmt: skip
+    norms: dict[str, tuple[Callable, list[tuple[int, ...]]]] = {
+        "batch norm": (
+            lambda x, w, b: F.batch_norm(x, None, None, w, b, True),
+            [(8, 16, 9, 9), (16,), (16,)],
+        ),
+        "group norm": (lambda x, w, b: F.group_norm(x, 4, w, b), [(8, 16, 9, 9), (16,), (16,)]),
+        "instance norm": (
+            lambda x, w, b: F.instance_norm(x, weight=w, bias=b), [(8, 16, 9, 9), (16,), (16,)],
+        ),
+        "layer norm": (lambda x, w, b: F.layer_norm(x, (96,), w, b), [(4, 33, 96), (96,), (96,)]),
+        "RMS norm": (lambda x, w: F.rms_norm(x, (96,), w), [(4, 33, 96), (96,)]),
+    }  # fmt: skip
+    for name, (function, shapes) in norms.items():
+        yield Case(name, function, shapes)
+        if len(shapes[0]) == 4:
+            yield Case(f"{name}, channels-last", function, shapes, form=torch.channels_last)
+    for backend, dtypes in (
+        (SDPBackend.FLASH_ATTENTION, ("bf16",)),
+        (SDPBackend.EFFICIENT_ATTENTION, ("float32", "bf16")),
+        (SDPBackend.CUDNN_ATTENTION, ("bf16",)),
+    ):
+        for label, options in (("", {}), (", causal", {"is_causal": True})):
+            yield Case(
+                f"attention {backend.name.lower()}{label}",
+                F.scaled_dot_product_attention, [(2, 4, 100, 32)] * 3, dtypes,
+                lambda backend=backend: sdpa_kernel(backend), math_attention, cuda=True,
+                options=options,
+            )  # fmt: skip
+    for name, kind in (("lstm", nn.LSTM), ("gru", nn.GRU), ("rnn_tanh", nn.RNN)):
+        shapes = [(7, 4, 8), *(tuple(p.shape) for p in kind(8, 16, 2).parameters())]
+        yield Case(
+            f"{name} of cuDNN", recurrent(name), shapes, ("float32",),
+            reference=without_cudnn, cuda=True,
+        )  # fmt: skip
+
+
+def rows(device: str, dtypes: dict[str, torch.dtype]) -> Iterator[dict[str, Any]]:
+    """One row per case and dtype, in exact float32: without tf32."""
+    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    try:
+        for case in cases():
+            for name in case.dtypes:
+                if name in dtypes and (device == "cuda" or not case.cuda):
+                    yield row(case, name, dtypes[name], device)
+    finally:
+        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before

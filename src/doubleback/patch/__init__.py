@@ -1,0 +1,62 @@
+"""PyTorch's own double backward, made fast and complete.
+
+    import doubleback as db
+
+    db.patch()      # every create_graph=True of this process; undo with db.unpatch()
+
+Replaced are the derivatives of PyTorch's *backward* operators. Models, losses and training loops
+stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+
+from . import activation, attention, convolution, missing, normalisation, recurrent
+from .mechanism import Patcher, PatchReport
+
+_patcher = Patcher(
+    [
+        *convolution.FORMULAS,
+        *attention.FORMULAS,
+        *normalisation.FORMULAS,
+        *activation.FORMULAS,
+        *recurrent.FORMULAS,
+        *missing.FORMULAS,
+    ]
+)
+
+
+def patch(only: Iterable[str] | None = None) -> None:
+    """Replace second derivatives process-wide, all of them or the families in `only`.
+
+    Calling it twice is calling it once; families add up.
+
+    >>> import torch
+    >>> patch(only=["convolution"])
+    >>> patch_report()[0].state
+    'ready'
+    >>> unpatch()
+    """
+    _patcher.patch(only)
+
+
+def unpatch() -> None:
+    """Undo `patch`. What runs inside `with patched():` keeps it until the block ends."""
+    _patcher.unpatch()
+
+
+def patched(only: Iterable[str] | None = None) -> AbstractContextManager[None]:
+    """`patch` for the length of a `with` block; blocks nest. Every thread sees it.
+
+    >>> with patched():
+    ...     {entry.state for entry in patch_report() if entry.family == "convolution"}
+    {'replaced'}
+    """
+    return _patcher.patched(only)
+
+
+def patch_report() -> PatchReport:
+    """Each operator: its family, whether it is replaced, and why."""
+    return _patcher.report()

@@ -1,0 +1,212 @@
+"""One ATen operator with a derivative of our own, as a node of PyTorch's graph.
+
+Mostly it is a backward operator d = B(ξ, x, θ, …); its `Formula` maps cotangents of d to those of
+B's arguments, which is a second derivative. `derivative_kernel` makes the function that stands in
+front of the operator's autograd kernel: where no derivative of B is asked for, the stock kernel
+runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import _C, Tensor
+from torch._C._functorch import peek_interpreter_stack  # pyright: ignore
+from torch._functorch.utils import enable_single_level_autograd_function
+from torch.autograd import forward_ad
+from torch.autograd.function import _SingleLevelFunction
+
+KEYS = ("AutogradCPU", "AutogradCUDA")
+Grads = Sequence[Tensor | None]
+
+
+@dataclass(frozen=True)
+class Call:
+    """The arguments of B by name, which of them need a cotangent, and B's results if kept."""
+
+    arguments: dict[str, Any]
+    needed: dict[str, bool]
+    results: tuple[Tensor | None, ...] = ()
+
+    def __getitem__(self, name: str) -> Any:
+        return self.arguments[name]
+
+    def needs(self, *names: str) -> bool:
+        return any(self.needed[name] for name in names)
+
+
+@dataclass(frozen=True)
+class Formula:
+    """The second derivative of one ATen operator.
+
+    operator: its name, with the overload unless it is the default one.
+    second: (call, cotangents of the results) → {argument name: cotangent}; may leave out zeros.
+    accepts: whether `second` covers these arguments; the stock kernel serves the others.
+    composite: the operator in differentiable steps, for forward mode; without one the stock kernel
+        serves dual tensors.
+    keeps: the results of the operator that `second` reads.
+    armed_by: what registers it, "create_graph" or "forward_mode".
+    keys: where it is registered.
+    kernel: makes its kernel from (formula, stock kernel), if not `derivative_kernel`.
+    """
+
+    operator: str
+    family: str
+    why: str
+    second: Callable[[Call, Grads], dict[str, Any]] | None = None
+    accepts: Callable[[dict[str, Any]], bool] = lambda arguments: True
+    composite: Callable[[dict[str, Any]], Any] | None = None
+    keeps: tuple[int, ...] = ()
+    armed_by: str = "create_graph"
+    keys: tuple[str, ...] = KEYS
+    kernel: Callable[[Formula, Any], Callable] | None = None
+
+    def overload(self) -> torch._ops.OpOverload | None:
+        """The operator of this build of PyTorch, None where it has none."""
+        name, _, variant = self.operator.partition(".")
+        packet = getattr(torch.ops.aten, name, None)
+        return getattr(packet, variant or "default", None)
+
+
+def plain(*tensors: Any) -> bool:
+    """Whether all are real, dense tensors."""
+    return all(
+        t is None or (t.layout == torch.strided and not t.is_complex() and not t.is_quantized)
+        for t in tensors
+    )
+
+
+def is_dual(*tensors: Any) -> bool:
+    """Whether a tensor carries a forward-mode tangent at the current level."""
+    if forward_ad._current_level < 0:
+        return False
+    return any(
+        isinstance(t, Tensor) and forward_ad.unpack_dual(t, level=0).tangent is not None
+        for t in tensors
+    )
+
+
+def again(*tensors: Any) -> bool:
+    """Whether derivatives will be taken of what is computed now from these tensors."""
+    if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in tensors):
+        return True
+    return is_dual(*tensors)
+
+
+def below(op: Any, keyset: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """The operator without this level of autograd; torch.func's levels below keep theirs."""
+    keyset = keyset & _C._after_autograd_keyset
+    if peek_interpreter_stack() is None:
+        with _C._AutoDispatchBelowAutograd():
+            return op.redispatch(keyset, *args, **kwargs)
+    forward_mode = forward_ad._set_fwd_grad_enabled(True)
+    with torch.enable_grad(), forward_mode, _C._AutoDispatchBelowAutograd():
+        return op.redispatch(keyset, *args, **kwargs)
+
+
+def through(composite: Callable, call: Call, cotangents: Grads) -> dict[str, Any]:
+    """The second derivative by reverse mode over the operator in differentiable steps."""
+    names = [name for name, needed in call.needed.items() if needed]
+    present = [i for i, c in enumerate(cotangents) if c is not None]
+
+    def results(*at: Tensor) -> tuple[Tensor, ...]:
+        found = composite(call.arguments | dict(zip(names, at, strict=True)))
+        found = found if isinstance(found, tuple) else (found,)
+        return tuple(found[i] for i in present)
+
+    pull = torch.func.vjp(results, *(call[name] for name in names))[1]
+    return dict(zip(names, pull(tuple(cotangents[i] for i in present)), strict=True))
+
+
+class Node(_SingleLevelFunction):
+    """B in the graph. One level of autograd: torch.func's transforms bring a level each."""
+
+    @staticmethod
+    def forward(ctx, site, keyset, arguments, args, kwargs, *tensors):
+        result = below(site.op, keyset, args, kwargs)
+        keeps = site.formula.keeps
+        ctx.site, ctx.options = site, {name: arguments[name] for name in site.options}
+        ctx.save_for_backward(*tensors, *(result[i] for i in keeps))
+        ctx.set_materialize_grads(False)
+        return result
+
+    @staticmethod
+    def backward(ctx, *cotangents):
+        site, saved = ctx.site, ctx.saved_tensors
+        names = site.tensors
+        needed = dict(zip(names, ctx.needs_input_grad[5:], strict=True))
+        grads: dict[str, Any] = {}
+        if any(c is not None for c in cotangents):
+            arguments = ctx.options | dict(zip(names, saved, strict=False))
+            call = Call(arguments, needed, saved[len(names) :])
+            if last():
+                with _C._AutoDispatchBelowAutograd():
+                    grads = site.formula.second(call, cotangents)
+            else:
+                grads = site.formula.second(call, cotangents)
+        found = (grads.get(name) if wanted else None for name, wanted in needed.items())
+        return (None, None, None, None, None, *found)
+
+
+def last() -> bool:
+    """Whether no derivative of any kind can be taken of what is computed now."""
+    plain = not torch.is_grad_enabled() and peek_interpreter_stack() is None
+    return plain and forward_ad._current_level < 0
+
+
+@dataclass(frozen=True)
+class Site:
+    """A formula at its operator, whose arguments are told apart once."""
+
+    formula: Formula
+    op: Any
+    positional: tuple[str, ...]
+    tensors: tuple[str, ...]
+    options: tuple[str, ...]
+    defaults: dict[str, Any]
+
+    @classmethod
+    def of(cls, formula: Formula, op: Any) -> Site:
+        schema = op._schema.arguments
+        tensors = tuple(a.name for a in schema if "Tensor" in str(a.type))
+        return cls(
+            formula,
+            op,
+            tuple(a.name for a in schema if not a.kwarg_only),
+            tensors,
+            tuple(a.name for a in schema if a.name not in tensors),
+            {a.name: a.default_value for a in schema if a.has_default_value()},
+        )
+
+    def arguments(self, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """By name, with the defaults, which a dispatcher leaves out."""
+        return self.defaults | dict(zip(self.positional, args, strict=False)) | kwargs
+
+
+def derivative_kernel(formula: Formula, stock: Any) -> Callable:
+    """The autograd kernel of the operator, in front of `stock`."""
+    site, apply = Site.of(formula, formula.overload()), getattr(Node, "apply")  # noqa: B009
+    call_stock, accepts, names = stock.call_boxed, formula.accepts, site.tensors
+
+    def kernel(keyset, *args, **kwargs):
+        differentiated = _C.is_grad_enabled() and _C._any_requires_grad(*args, **kwargs)
+        if not differentiated and forward_ad._current_level < 0:
+            return call_stock(keyset, *args, **kwargs)
+        dual = is_dual(*args, *kwargs.values())
+        if (dual and formula.composite is None) or not (dual or differentiated):
+            return call_stock(keyset, *args, **kwargs)
+        arguments = site.arguments(args, kwargs)
+        if not accepts(arguments):
+            return call_stock(keyset, *args, **kwargs)
+        if dual:
+            return formula.composite(arguments)  # type: ignore[misc]
+        tensors = [arguments[name] for name in names]
+        if peek_interpreter_stack() is None:
+            return apply(site, keyset, arguments, args, kwargs, *tensors)
+        with enable_single_level_autograd_function():
+            return apply(site, keyset, arguments, args, kwargs, *tensors)
+
+    return kernel

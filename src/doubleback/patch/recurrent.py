@@ -1,0 +1,117 @@
+"""LSTM, GRU and RNN of cuDNN: their backward through PyTorch's unfused cells, which are twice
+differentiable. First derivatives stay cuDNN's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import _C, _VF, Tensor
+from torch._C._functorch import peek_interpreter_stack  # pyright: ignore
+from torch.autograd.function import _SingleLevelFunction
+
+from .node import Call, Formula, Site, below, plain, through
+
+Arguments = dict[str, Any]
+_CELLS = ("rnn_relu", "rnn_tanh", "lstm", "gru")  # by cuDNN's number of the mode
+_LSTM = 2
+_NAMES = ("input", "hx", "cx", "grad_output", "grad_hy", "grad_cy")
+
+
+@contextmanager
+def _without_cudnn() -> Iterator[None]:
+    before = _C._get_cudnn_enabled()
+    _C._set_cudnn_enabled(False)
+    try:
+        yield
+    finally:
+        _C._set_cudnn_enabled(before)
+
+
+def _weights(a: Arguments) -> list[Tensor]:
+    return [a[name] for name in a if name.startswith("weight ")]
+
+
+def _run(a: Arguments, x: Tensor, hx: Tensor, cx: Tensor | None, weights: Sequence[Tensor]):
+    """(output, h[, c]) of the whole network, all layers and directions."""
+    state = (hx, cx) if a["mode"] == _LSTM else hx
+    options = (a["weight_stride0"] >= 4, a["num_layers"], 0.0, a["train"], a["bidirectional"])
+    cell: Callable = getattr(_VF, _CELLS[a["mode"]])
+    with _without_cudnn():
+        return cell(x, state, list(weights), *options, a["batch_first"])
+
+
+def _composite(a: Arguments) -> tuple[Tensor | None, ...]:
+    """(dx, dh, dc, *dθ) of the cotangents of output, h and c."""
+    lstm, weights = a["mode"] == _LSTM, _weights(a)
+
+    def run(x: Tensor, hx: Tensor, *rest: Tensor):
+        cx, parameters = (rest[0], rest[1:]) if lstm else (None, rest)
+        return _run(a, x, hx, cx, parameters)
+
+    states = (a["hx"], a["cx"]) if lstm else (a["hx"],)
+    values, pull = torch.func.vjp(run, a["input"], *states, *weights)[:2]
+    seeds = [a[name] for name in _NAMES[3 : 3 + len(values)]]
+    seeds = [torch.zeros_like(v) if s is None else s for v, s in zip(values, seeds, strict=True)]
+    dx, dh, *rest = pull(tuple(seeds))
+    dc, parameters = (rest[0], rest[1:]) if lstm else (None, rest)
+    wanted = (*a["output_mask"][:3], *([a["output_mask"][3]] * len(parameters)))
+    return tuple(g if w else None for g, w in zip((dx, dh, dc, *parameters), wanted, strict=True))
+
+
+class _Backward(_SingleLevelFunction):
+    """`_cudnn_rnn_backward` with its lists spread out."""
+
+    @staticmethod
+    def forward(ctx, site, keyset, arguments, args, kwargs, *tensors):
+        dx, dh, dc, weights = below(site.op, keyset, args, kwargs)
+        names = [*_NAMES, *(f"weight {i}" for i in range(len(tensors) - len(_NAMES)))]
+        ctx.names, ctx.options = names, {n: arguments[n] for n in site.options}
+        ctx.save_for_backward(*tensors)
+        ctx.set_materialize_grads(False)
+        return (dx, dh, dc, *weights)
+
+    @staticmethod
+    def backward(ctx, *cotangents):
+        needed = dict(zip(ctx.names, ctx.needs_input_grad[5:], strict=True))
+        arguments = ctx.options | dict(zip(ctx.names, ctx.saved_tensors, strict=True))
+        found: dict[str, Any] = {}
+        if any(c is not None for c in cotangents):
+            found = through(_composite, Call(arguments, needed), cotangents)
+        return (None, None, None, None, None, *(found.get(name) for name in ctx.names))
+
+
+def kernel(formula: Formula, stock: Any) -> Callable:
+    site, apply = Site.of(formula, formula.overload()), getattr(_Backward, "apply")  # noqa: B009
+
+    def run(keyset, *args, **kwargs):
+        if _C.is_grad_enabled() and _C._any_requires_grad(*args, **kwargs):
+            a = site.arguments(args, kwargs)
+            if _accepts(a):
+                tensors = [a[name] for name in _NAMES]
+                flat = apply(site, keyset, a, args, kwargs, *tensors, *a["weight"])
+                return (*flat[:3], list(flat[3:]))
+        return stock.call_boxed(keyset, *args, **kwargs)
+
+    return run
+
+
+def _accepts(a: Arguments) -> bool:
+    """No dropout between layers, whose mask only cuDNN knows; no packed sequences, whose unfused
+    cells read sizes by address; no torch.func."""
+    dropped = a["train"] and a["dropout"] > 0 and a["num_layers"] > 1
+    plainly = plain(a["input"]) and peek_interpreter_stack() is None
+    return plainly and not dropped and not a["batch_sizes"]
+
+
+FORMULAS = [
+    Formula(
+        "_cudnn_rnn_backward",
+        "recurrent",
+        "PyTorch has no second derivative; through its unfused cells",
+        kernel=kernel,
+    )
+]
