@@ -483,3 +483,32 @@ def test_weighted_space():
     (g,) = torch.autograd.grad(model.net(leaf)[:, 1].sum(), leaf)
     expected = (((g.square() / weight).sum(1)).sqrt() - 1).square().mean()
     torch.testing.assert_close(model(X)[1], expected)
+
+
+def test_accumulate_delivers_like_backward():
+    """To hooks, to leaves that share a gradient, and on top of what is there already."""
+
+    class Shifts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Parameter(torch.zeros(4)), nn.Parameter(torch.zeros(4))
+            self.dense = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return torch.tanh(self.dense(x)) + self.a + self.b
+
+    net, x, y = Shifts().double(), torch.randn(1, 4).double(), torch.randn(1, 4).double()
+    model = db.Penalised(net, db.LossGradient("mse"))
+    seen = []
+    net.dense.weight.register_hook(lambda g: seen.append(g.clone()))
+    net.dense.bias.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
+    for times in (1, 2):
+        model.accumulate(x, y, weight=0.3)
+        assert len(seen) == 2 * times
+        assert net.a.grad.data_ptr() != net.b.grad.data_ptr()
+    twice = {name: p.grad.clone() for name, p in net.named_parameters()}
+    net.zero_grad()
+    out, penalty = model(x, y)
+    ((out - y).square().sum() + 0.3 * penalty).backward()
+    for name, p in net.named_parameters():
+        torch.testing.assert_close(twice[name], 2 * p.grad, rtol=1e-12, atol=1e-14)

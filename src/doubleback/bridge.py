@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -203,6 +204,38 @@ class Bridge(torch.autograd.Function):
         if not keep:
             ctx.inputs = None
         return (None, *found)
+
+
+def deliver(pairs: Sequence[tuple[Tensor, Tensor]], shared: bool) -> None:
+    """Add each gradient to its tensor's `.grad`, or send it on where the tensor is no leaf.
+
+    Leaves that nobody watches get theirs at once, in a few kernels for all of them; hooks and
+    distributed training see the backward pass they expect. shared: the gradients' memory belongs
+    to someone else (a CUDA graph), so they are copied.
+    """
+    plain, rest = [], []
+    watched = torch.distributed.is_available() and torch.distributed.is_initialized()
+    for t, g in pairs:
+        hooks = t._backward_hooks or getattr(t, "_post_accumulate_grad_hooks", None)
+        alike = g.dtype == t.dtype and g.stride() == t.stride()
+        (rest if watched or hooks or not t.is_leaf or not alike else plain).append((t, g))
+    if rest:
+        torch.autograd.backward([t for t, _ in rest], [g for _, g in rest])
+    with torch.no_grad():
+        old = [(t.grad, g) for t, g in plain if t.grad is not None]
+        if old:
+            torch._foreach_add_([a for a, _ in old], [g for _, g in old])
+        new = [(t, g) for t, g in plain if t.grad is None]
+        places = [g.untyped_storage().data_ptr() for _, g in new]
+        users = Counter(places)
+        copied = [shared or users[place] > 1 for place in places]
+        copies = iter(_copies([g for (_, g), copy in zip(new, copied, strict=True) if copy]))
+        for (t, g), copy in zip(new, copied, strict=True):
+            t.grad = next(copies) if copy else g
+
+
+def _copies(tensors: list[Tensor]) -> Sequence[Tensor]:
+    return torch._foreach_mul(tensors, 1.0) if tensors else ()
 
 
 def _keeps_graph() -> bool:

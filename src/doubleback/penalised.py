@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from .bridge import Bridge, Job, Program, _no_autocast
+from .bridge import Bridge, Job, Program, _no_autocast, deliver
 from .capture import capture
 from .cuda_graphs import GraphedStep
 from .errors import CaptureError, CaptureWarning, InputError, OutputChoiceError
@@ -210,8 +210,7 @@ class Penalised(nn.Module):
                 )
             ends = [prelude[v] for v in (*plan.penalised, *plan.effective)]
             pairs = [(t, g) for t, g in zip(ends, grads, strict=True) if g is not None]
-            if pairs:
-                torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
+            deliver(pairs, shared=self.cuda_graph)
         self._write_buffers(plan, prelude, mutated)
         prelude = {v: t.detach() for v, t in prelude.items()}
         return self._assemble(plan, outputs, prelude), loss_value, penalty
