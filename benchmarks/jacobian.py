@@ -221,6 +221,7 @@ def main() -> None:
                     m for m in args.methods
                     if (m != "closed form" or net == "contractive")
                     and ("CUDA graph" not in m or args.device == "cuda")
+                    and (m not in jm.ROW_BY_ROW or net not in ("autoencoder", "contractive"))
                     and (m not in jm.COMPILED or args.device == "cuda" or len(args.methods) < 4)
                 ]  # fmt: skip
                 command = [sys.executable, __file__, "--child", f"{net},{dtype}", "--result",

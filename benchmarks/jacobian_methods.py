@@ -266,4 +266,5 @@ METHODS: dict[str, Callable[..., Step]] = {
     "closed form": closed_form,
 }
 COMPILED = ("plain compiled", "doubleback compiled")
+ROW_BY_ROW = ("stock loop", "stock at once")  # seconds a step with hundreds of outputs
 ESTIMATES = ("doubleback projections 1", "stock projections 1")

@@ -224,7 +224,7 @@ def deliver(pairs: Sequence[tuple[Tensor, Tensor]], shared: bool) -> None:
     with torch.no_grad():
         old = [(t.grad, g) for t, g in plain if t.grad is not None]
         if old:
-            torch._foreach_add_([a for a, _ in old], [g for _, g in old])
+            torch._foreach_add_([a for a, _ in old], [g for _, g in old])  # type: ignore[attr-defined]
         new = [(t, g) for t, g in plain if t.grad is None]
         places = [g.untyped_storage().data_ptr() for _, g in new]
         users = Counter(places)
@@ -235,7 +235,7 @@ def deliver(pairs: Sequence[tuple[Tensor, Tensor]], shared: bool) -> None:
 
 
 def _copies(tensors: list[Tensor]) -> Sequence[Tensor]:
-    return torch._foreach_mul(tensors, 1.0) if tensors else ()
+    return torch._foreach_mul(tensors, 1.0) if tensors else ()  # type: ignore[attr-defined]
 
 
 def _keeps_graph() -> bool:
