@@ -1,6 +1,6 @@
 """doubleback: training with derivatives in the loss, at close to the price of training without."""
 
-from . import operators, spaces
+from . import landscape, operators, spaces
 from .check import CheckReport, check, check_rule
 from .counting import Operations, count_operations
 from .errors import (
@@ -11,6 +11,7 @@ from .errors import (
     InputError,
     LabelError,
     NonFiniteError,
+    NotPiecewiseLinearError,
     OutputChoiceError,
     RuleError,
     StaleGraphError,
@@ -41,6 +42,7 @@ __all__ = [
     "LossGradient",
     "NonFiniteError",
     "Norm",
+    "NotPiecewiseLinearError",
     "Operations",
     "OutputChoiceError",
     "OutputGradient",
@@ -54,6 +56,7 @@ __all__ = [
     "check",
     "check_rule",
     "count_operations",
+    "landscape",
     "operators",
     "register_rule",
     "spaces",
