@@ -82,13 +82,17 @@ class Piecewise:
         height = left[piece + 1] - right[piece]
         return Jumps(path.example[piece], path.end[piece], height, piece)
 
-    def mean(self, t: Tensor, examples: int | None = None) -> Tensor:
-        """The average over the batch (or its first examples) at each t."""
-        count = examples or self.path.examples
-        total = torch.zeros_like(t)
-        for example in range(count):
-            total += self(t, example)
-        return total / count
+    def table(self, t: Tensor) -> Tensor:
+        """Every example at each t: (M, T)."""
+        parts = []
+        for chunk in torch.arange(self.path.examples).split(max(1, BUDGET // max(len(t), 1))):
+            found = self(t.repeat(len(chunk)), chunk.repeat_interleave(len(t)))
+            parts.append(found.reshape(len(chunk), -1))
+        return torch.cat(parts)
+
+    def mean(self, t: Tensor) -> Tensor:
+        """The average over the batch at each t."""
+        return self.table(t).mean(0)
 
 
 @dataclass(frozen=True, eq=False)

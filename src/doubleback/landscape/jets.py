@@ -14,12 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..graph import Node
+from ..rules import Call, Rule
 from .program import Program, mapped, run_fixed, run_rows
 from .roots import horner
 from .structure import Motion, factors, partner, passes_through
@@ -229,11 +231,10 @@ class Jets:
         )
         if self.motion.moves(node) and factors(rule, node) is not None:
             return self._product_backward(node, inputs, values, slopes, s, wanted)
+        pull: Callable[[Any], Sequence]
         if node.index in self.motion.kinks:
             call = program.forward(node, [_any(i, 0) for i in inputs])
-
-            def pull(y: Any) -> Sequence:
-                return rule.backward(call, y, wanted)
+            pull = partial(_pull, rule, call, wanted)
         else:
             pull = _vjp(program, node, [_any(i) for i in inputs], wanted)
         found = [[None] * len(inputs) if y is None else pull(y) for y in (values, slopes)]
@@ -330,6 +331,10 @@ def _zip(node: Node, mid: Any, at: Any, slope: Any) -> list:
         return [[mid, at, slope]]
     slopes = [None] * len(node.outputs) if slope is None else slope
     return [[a, b, c] for a, b, c in zip(mid, at, slopes, strict=True)]
+
+
+def _pull(rule: Rule, call: Call, wanted: Sequence[bool], y: Any) -> Sequence:
+    return rule.backward(call, y, wanted)
 
 
 def _vjp(

@@ -13,7 +13,7 @@ from ..errors import InputError
 from .kinks import layer_of
 from .paths import Along, Direction, Entry, InputLine, moving_leaves, value_at_rest
 from .pieces import TooManyRows, follow_chunk
-from .program import Program, check_input, make_program
+from .program import Program, check_input, make_program, refreshed
 from .rows import Flips
 from .structure import Motion, find_motion
 
@@ -137,7 +137,9 @@ def follow(
     """Every breakpoint of `net` along a path, for every example of x, exactly.
 
     along: `Entry` (or "layer.weight[3,1]"), `Direction`, `InputLine`; span: from where to where t
-    runs (default: one to either side of the net as it is). The analysis runs on a float64 copy.
+    runs (default: one to either side of the net as it is); program: `path.program` of an earlier
+    call for the same net, whose parameters may have changed since, to save the capture. The
+    analysis runs on a float64 copy.
 
     A path through one layer, or through the input, has affine pieces and breakpoints in closed
     form. A direction over several layers has polynomial pieces of known degree, whose roots are
@@ -153,7 +155,7 @@ def follow(
     along = Entry.parse(along) if isinstance(along, str) else along
     if not isinstance(along, (Entry, Direction, InputLine)):
         raise InputError(f"along must be an Entry, a Direction or an InputLine, not {along!r}")
-    program = program or make_program(net, x)
+    program = make_program(net, x) if program is None else refreshed(program, net)
     rest = value_at_rest(program, along)
     span = (rest - 1.0, rest + 1.0) if span is None else (float(span[0]), float(span[1]))
     if not span[0] < span[1] or not all(map(torch.isfinite, torch.tensor(span))):

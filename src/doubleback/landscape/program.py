@@ -125,6 +125,16 @@ def make_program(net: nn.Module, x: Tensor) -> Program:
     return program
 
 
+def refreshed(program: Program, net: nn.Module) -> Program:
+    """The same program with the parameters that `net` has now: training goes on, graphs stay."""
+    state = {**dict(net.named_parameters()), **dict(net.named_buffers())}
+    fresh = {
+        value: state[name].detach().to("cpu", program.leaves[value].dtype, copy=True)
+        for name, value in program.graph.state.items()
+    }
+    return replace(program, leaves={**program.leaves, **fresh})
+
+
 def check_input(x: Any) -> None:
     if not isinstance(x, Tensor) or not x.is_floating_point() or x.dim() < 1 or x.shape[0] < 1:
         shape = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
