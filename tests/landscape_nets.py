@@ -98,6 +98,7 @@ CASES: dict[str, tuple] = {
     "prelu, all layers": (lambda: mlp(nn.PReLU), (3,), _layers(), (-4, 4)),
     "prelu, its own slope": (lambda: mlp(nn.PReLU), (3,), "1.weight[0]", (-3, 3)),
     "residual, first filter": (Residual, (1, 8, 8), "stem.weight[1,0,1,2]", (-2, 2)),
+    "residual, first bias": (Residual, (1, 8, 8), "stem.bias[1]", (-2, 2)),
     "residual, norm": (Residual, (1, 8, 8), "norm.weight[1]", (-2, 2)),
     "residual, input": (Residual, (1, 8, 8), _input((1, 8, 8)), (-1, 1)),
     "residual, all layers": (Residual, (1, 8, 8), _layers(), (-1, 1)),

@@ -162,6 +162,8 @@ class Jets:
             return self._combine(node, rule, inputs, [(channel, channel, 0)], s)
 
         slope = self._combine(node, rule, inputs, [(2, 1, 0), (1, 2, 1)], at)
+        if slope is not None:  # the tangent of a bias may be smaller than the output
+            slope = slope.expand(self.program.graph.shape(node.outputs[0]))
         return [[value(0, mid), value(1, at), slope]]
 
     def _combine(self, node: Node, rule: Any, inputs: Sequence, terms: Sequence, s: Tensor) -> Any:

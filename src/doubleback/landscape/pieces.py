@@ -209,7 +209,7 @@ def propagate(
                 total = term if total is None else total + term
         assert total is not None
         for column, part in zip(found, total if node.many else (total,), strict=True):
-            column.append(part)
+            column.append(part.expand(column[0].shape))  # the tangent of a bias may be smaller
     return found
 
 

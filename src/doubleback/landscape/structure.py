@@ -67,7 +67,7 @@ def find_motion(program: Program, leaves: Mapping[int, int]) -> Motion:
         for v in node.inputs:
             if v in discrete:
                 raise NotPiecewiseLinearError(
-                    f"{node.op} at {node.source} reads indices that change along this path"
+                    f"{_name(node)} reads indices that change along this path"
                 )
         if not any(v in degree for v in node.inputs):
             continue
@@ -81,7 +81,7 @@ def find_motion(program: Program, leaves: Mapping[int, int]) -> Motion:
                 degree[v] = found
         if found > MAX_DEGREE:
             raise NotPiecewiseLinearError(
-                f"along this path {node.op} at {node.source} is a polynomial of degree {found}, "
+                f"along this path {_name(node)} is a polynomial of degree {found}, "
                 f"beyond {MAX_DEGREE}; move the parameters of fewer layers at a time"
             )
     return Motion(degree, _cotangent_degree(program, degree), kinks)
@@ -96,8 +96,7 @@ def _degree(program: Program, node: Node, degree: Mapping[int, int]) -> tuple[in
         return top, None
     if node.op is aten.threshold.default:
         raise NotPiecewiseLinearError(
-            f"{node.op} at {node.source} jumps in its value, not only in its derivative; use relu "
-            "or clamp"
+            f"{_name(node)} jumps in its value, not only in its derivative; use relu or clamp"
         )
     kink = find_kink(program.call(node, [None] * len(node.inputs)))
     if kink is not None:
@@ -111,12 +110,18 @@ def _degree(program: Program, node: Node, degree: Mapping[int, int]) -> tuple[in
     if node.op in (aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf):
         return top, None  # the mask is a Boolean: it cannot move
     raise NotPiecewiseLinearError(
-        f"{node.op} at {node.source} is not piecewise linear (it is "
+        f"{_name(node)} is not piecewise linear (it is "
         f"{'smooth or general' if rule.structure.curved else rule.structure.value}), and its input "
         "moves along this path. Breakpoints exist for (leaky) ReLU, abs, clamp and max-pool nets: "
         "replace it, end the network before it (logits, not probabilities), or choose a path "
         "behind it"
     )
+
+
+def _name(node: Node) -> str:
+    """'aten.tanh.default at net.py:7: torch.tanh(x), in module fc'."""
+    inside = f", in module '{node.module}'," if node.module else ""
+    return f"{node.op} at {node.source}{inside}"
 
 
 def _cotangent_degree(program: Program, degree: Mapping[int, int]) -> int:

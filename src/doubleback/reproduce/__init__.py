@@ -18,7 +18,7 @@ import doubleback as db
 from doubleback.landscape import drawing
 
 from . import gradient, inputs, penalties, regions, smoothing, training
-from .experiment import Experiment, Report, prepare
+from .experiment import STEPS, Experiment, Report, prepare
 from .page import write_page
 
 FIGURES: dict[str, Callable[[Experiment], Report]] = {
@@ -42,14 +42,18 @@ LEAD = (
 )
 
 
-def reproduce(out: Path, seed: int = 3, only: tuple[str, ...] = ()) -> Iterator[str]:
+def reproduce(
+    out: Path, seed: int = 3, only: tuple[str, ...] = (), steps: int = STEPS
+) -> Iterator[str]:
     """Draw the figures into `out`; yields the name of each part when it is done.
+
+    only: some of `FIGURES`, all by default; steps: of training.
 
     Files: name.png and name.pdf per figure, index.html, numbers.json.
     """
     names = [name for name in FIGURES if not only or name in only]
     out.mkdir(parents=True, exist_ok=True)
-    experiment = prepare(seed)
+    experiment = prepare(seed, steps)
     yield "network"
     reports, images = [], []
     for name in names:

@@ -65,7 +65,7 @@ def sine_data(seed: int) -> tuple[Tensor, Tensor]:
     return x, torch.sin(x)
 
 
-def train(net: nn.Module, x: Tensor, y: Tensor, steps: int = STEPS) -> float:
+def train(net: nn.Module, x: Tensor, y: Tensor, steps: int) -> float:
     """Full-batch Adam on the squared loss, with a falling rate; returns the final loss."""
     optimiser = torch.optim.Adam(net.parameters(), lr=0.03)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, steps)
@@ -79,7 +79,7 @@ def train(net: nn.Module, x: Tensor, y: Tensor, steps: int = STEPS) -> float:
 
 
 def fitted(
-    seed: int, act: Callable[[], nn.Module] = nn.ReLU, attempts: int = 5
+    seed: int, act: Callable[[], nn.Module] = nn.ReLU, attempts: int = 5, steps: int = STEPS
 ) -> tuple[nn.Sequential, float]:
     """The best of a few networks trained from different initial weights: a ReLU network this
     small often loses half of its units on the way."""
@@ -89,7 +89,7 @@ def fitted(
         for attempt in range(attempts):
             torch.manual_seed(1000 * seed + attempt)
             net = sine_network(act)
-            loss = train(net, x, y)
+            loss = train(net, x, y, steps)
             if best is None or loss < best[1]:
                 best = net, loss
     assert best is not None
@@ -135,11 +135,11 @@ class Experiment:
         return float(self.paths[key].x[example, 0])
 
 
-def prepare(seed: int = 0) -> Experiment:
+def prepare(seed: int, steps: int = STEPS) -> Experiment:
     """Train, then choose w: the weight of the second hidden layer whose jump in ∂_w R_node at x₀
     is highest; b is the bias of the same neuron."""
     x, y = sine_data(seed)
-    net, loss = fitted(seed)
+    net, loss = fitted(seed, steps=steps)
     example = int((x[:, 0] - PLACE).abs().argmin())
     x0 = x[example : example + 1]
     unit, source = choose(net, x0)
