@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import cache
 from itertools import pairwise
 
 import pytest
@@ -17,6 +18,13 @@ from landscape_nets import CASES, build, changes, mlp, pattern, prepared, run_at
 TOLERANCE = 1e-10  # relative, float64
 
 
+@cache
+def followed(case: str):
+    """net, examples, path description, span and the followed path: made once per case."""
+    net, x, along, span = build(case)
+    return net, x, along, span, L.follow(net, x, along, span)
+
+
 def close(ours: float, truth: float, tolerance: float = TOLERANCE) -> bool:
     return abs(ours - truth) <= tolerance * (1 + abs(truth))
 
@@ -26,8 +34,7 @@ def close(ours: float, truth: float, tolerance: float = TOLERANCE) -> bool:
 
 @pytest.mark.parametrize("case", CASES)
 def test_pattern_is_constant_on_a_piece_and_changes_at_its_end(case):
-    net, x, along, span = build(case)
-    path = L.follow(net, x, along, span)
+    net, x, along, _, path = followed(case)
     assert len(path.breakpoints) >= 1
     generator = torch.Generator().manual_seed(0)
     for piece in torch.randperm(len(path.start), generator=generator)[:40].tolist():
@@ -54,8 +61,7 @@ def _gap(path: L.Path, b: L.Breakpoint) -> float:
 @pytest.mark.parametrize("case", CASES)
 def test_no_change_on_a_grid_is_missed(case):
     """A change of pattern between neighbours of a grid ⟺ a breakpoint between them."""
-    net, x, along, span = build(case, examples=2)
-    path = L.follow(net, x, along, span)
+    net, x, along, span, path = followed(case)
     grid = torch.linspace(*span, 801, dtype=torch.float64)
     patterns = torch.stack([pattern(net, x, along, float(t)) for t in grid])
     moved = changes(patterns[1:], patterns[:-1]).any(2)
@@ -94,13 +100,11 @@ def test_a_million_points_of_the_papers_network_hold_no_other_sign_change():
 
 
 def test_units_are_named_by_layer_and_index():
-    net, x, along, span = build("residual, first filter")
-    path = L.follow(net, x, along, span)
+    *_, path = followed("residual, first filter")
     units = {u for b in path.breakpoints for u in b.units}
-    shapes = {"norm": 3, "relu": 3, "add": 3}
     operators = {u.operator for u in units}
     assert {"relu", "max_pool2d", "leaky_relu"} <= operators
-    assert {len(u.index) for u in units if u.operator != "abs"} == set(shapes.values())
+    assert {len(u.index) for u in units if u.operator != "abs"} == {3}
     assert {u.layer for u in units if u.operator == "relu"} == {"norm"}
     assert all(u.index[0] == 1 for u in units if u.operator in ("relu", "max_pool2d"))
 
@@ -128,8 +132,7 @@ def test_examples_are_independent_and_chunks_do_not_matter(monkeypatch):
 
 
 def test_pieces_cover_the_span():
-    net, x, along, span = build("relu, all layers")
-    path = L.follow(net, x, along, span)
+    _, x, _, span, path = followed("relu, all layers")
     for example in range(len(x)):
         pieces = path.pieces_of(example)
         assert pieces[0][0] == span[0] and pieces[-1][1] == span[1]
@@ -225,8 +228,7 @@ def labels(kind: str, examples: int, outputs: int):
 @pytest.mark.parametrize("case", [c for c in CASES if not c.startswith("clamped")])
 def test_penalties_and_their_slopes_are_those_of_autograd(case, kind):
     """At a random point of every piece (at most twelve): R and dR/dt by float64 autograd."""
-    net, x, along, span = build(case)
-    path = L.follow(net, x, along, span)
+    net, x, along, _, path = followed(case)
     of, make = PENALTIES[kind]
     extra = labels(kind, len(x), 2)
     curve = L.penalty(path, make(), *extra)
@@ -248,8 +250,7 @@ def test_penalties_and_their_slopes_are_those_of_autograd(case, kind):
 @pytest.mark.parametrize("case", ["relu, weight", "prelu, all layers", "residual, first filter"])
 def test_penalties_are_those_of_the_engine(case, kind):
     """`Penalised` with the parameters of the path, and its gradient along the path."""
-    net, x, along, span = build(case)
-    path = L.follow(net, x, along, span)
+    net, x, along, _, path = followed(case)
     _, make = PENALTIES[kind]
     extra = labels(kind, len(x), 2)
     curve = L.penalty(path, make(), *extra)
@@ -285,8 +286,7 @@ def test_penalties_are_those_of_the_engine(case, kind):
 )
 def test_jumps_are_differences_of_two_sided_limits(case, kind):
     """Richardson's extrapolation of autograd's values to the breakpoint, from either side."""
-    net, x, along, span = build(case)
-    path = L.follow(net, x, along, span)
+    net, x, along, _, path = followed(case)
     of, make = PENALTIES[kind]
     extra = labels(kind, len(x), 2)
     curve = L.penalty(path, make(), *extra)
@@ -309,8 +309,7 @@ def test_jumps_are_differences_of_two_sided_limits(case, kind):
 
 
 def test_gradient_and_output_curves():
-    net, x, along, span = build("relu, weight")
-    path = L.follow(net, x, along, span)
+    net, x, along, _, path = followed("relu, weight")
     direction = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
     out, slope = L.output(path, 1), L.gradient(path, 1, direction)
     for piece in range(0, len(path.start), 3):

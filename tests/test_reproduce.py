@@ -120,20 +120,32 @@ def _again(made):
     return replace(made, paths=paths)
 
 
-def test_the_same_seed_gives_the_same_files(tmp_path):
-    def run(folder):
-        done = list(reproduce(folder, 1, ("gradient", "node"), steps=60))
-        assert done == ["network", "gradient", "node"]
-        return {f.name: f.read_bytes() for f in sorted(folder.iterdir())}
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Two figures of a network that was trained briefly."""
+    out = tmp_path_factory.mktemp("reproduced")
+    done = list(reproduce(out, 1, ("gradient", "node"), steps=60))
+    assert done == ["network", "gradient", "node"]
+    return out
 
-    first, second = run(tmp_path / "a"), run(tmp_path / "b")
+
+def test_the_same_seed_gives_the_same_files(folder, tmp_path):
+    list(reproduce(tmp_path, 1, ("gradient", "node"), steps=60))
+    first, second = (
+        {f.name: f.read_bytes() for f in sorted(where.iterdir())} for where in (folder, tmp_path)
+    )
     assert set(first) == {
         "figure-2-gradient.pdf", "figure-2-gradient.png", "figure-3-node.pdf",
         "figure-3-node.png", "index.html", "numbers.json",
     }  # fmt: skip
     assert first == second
-    other = list(reproduce(tmp_path / "c", 2, ("gradient",), steps=60))
-    assert other and (tmp_path / "c" / "numbers.json").read_bytes() != first["numbers.json"]
+
+
+def test_another_seed_gives_another_network():
+    (x, _), (other, _) = experiment.sine_data(1), experiment.sine_data(2)
+    assert not torch.equal(x, other)
+    nets = [experiment.fitted(seed, attempts=1, steps=2)[0] for seed in (1, 2)]
+    assert not torch.equal(nets[0][0].weight, nets[1][0].weight)
 
 
 class Resources(HTMLParser):
@@ -154,9 +166,8 @@ class Resources(HTMLParser):
         assert self.open.pop() == tag
 
 
-def test_the_page_is_self_contained_and_says_sixty_seven(tmp_path):
-    list(reproduce(tmp_path, 1, ("gradient",), steps=60))
-    text = (tmp_path / "index.html").read_text(encoding="utf-8")
+def test_the_page_is_self_contained_and_says_sixty_seven(folder):
+    text = (folder / "index.html").read_text(encoding="utf-8")
     page = Resources()
     page.feed(text)
     assert not page.open
@@ -234,15 +245,32 @@ def test_landscape_refuses_smooth_and_coupled_nets(nets, capsys):
 
 
 def test_reproduce_command(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(
-        "doubleback.reproduce.reproduce",
-        lambda out, seed, only: reproduce(out, seed, only, steps=60),
-    )
+    asked = []
+
+    def record(out, seed, only):
+        asked.append((out, seed, only))
+        yield from ("network", *only)
+
+    monkeypatch.setattr("doubleback.reproduce.reproduce", record)
     assert main(["reproduce", "--out", str(tmp_path), "--seed", "1", "--only", "gradient"]) == 0
-    assert "every claim holds" in capsys.readouterr().out
-    assert (tmp_path / "index.html").exists()
+    assert asked == [(tmp_path, 1, ("gradient",))]
+    printed = capsys.readouterr().out
+    assert "gradient" in printed and "every claim holds" in printed
     assert main(["reproduce", "--only", "nothing"]) == 2
     assert "there is no figure 'nothing'" in capsys.readouterr().err
+    (tmp_path / "file").write_text("")
+    assert main(["reproduce", "--out", str(tmp_path / "file")]) == 2
+    assert "is a file" in capsys.readouterr().err
+
+
+def test_a_claim_that_fails_ends_the_command(tmp_path, capsys, monkeypatch):
+    def fails(out, seed, only):
+        yield "network"
+        raise experiment.ClaimError("figure-3-node: not so: ∂_b R_node is 0 everywhere")
+
+    monkeypatch.setattr("doubleback.reproduce.reproduce", fails)
+    assert main(["reproduce", "--out", str(tmp_path), "--only", "node"]) == 2
+    assert "not so" in capsys.readouterr().err
 
 
 def test_matplotlib_is_asked_for_by_name(monkeypatch, capsys):
