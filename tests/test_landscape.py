@@ -308,6 +308,35 @@ def test_jumps_are_differences_of_two_sided_limits(case, kind):
             assert abs(float(found.height[k]) - truth) <= 1e-5 * (1 + abs(truth))
 
 
+class Rectified(nn.Module):
+    """A kink in the parameters, and one behind a product of two activations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w, self.b = nn.Parameter(torch.randn(4, 3)), nn.Linear(4, 2)
+
+    def forward(self, x):
+        h = nn.functional.linear(x, self.w.relu() - 0.3)
+        return self.b(torch.relu(h) * h[:, :1])
+
+
+@pytest.mark.parametrize("along", ["w[1,2]", None])
+def test_kinks_in_parameters_and_products_of_activations(along):
+    net = prepared(Rectified)
+    x = torch.randn(3, 3, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    direction = L.random_direction(net, "w", seed=1) if along is None else L.Entry.parse(along)
+    path = L.follow(net, x, direction, (-2.0, 2.0))
+    own = [b for b in path.breakpoints if any(u.layer == "w" for u in b.units)]
+    assert (own and all(b.t == pytest.approx(0.0, abs=1e-12) for b in own)) or along is None
+    curve = L.penalty(path, db.OutputGradient(1))
+    assert curve.value.exact and curve.value.jumps().largest > 1e-3
+    for piece in range(len(path.start)):
+        t, example = (path.start[piece] + 2 * path.end[piece]) / 3, int(path.example[piece])
+        value, slope = oracle(net, x[example : example + 1], direction, float(t), 1)
+        assert close(float(curve.value(t, example)), value)
+        assert close(float(curve.slope(t, example)), slope)
+
+
 def test_gradient_and_output_curves():
     net, x, along, _, path = followed("relu, weight")
     direction = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)

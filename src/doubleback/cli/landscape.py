@@ -150,7 +150,7 @@ def _write(out: Path, path: L.Path, curve: L.Curve, verdict: L.Verdict) -> list[
         ],
     )  # fmt: skip
     page, numbers = out / "index.html", out / "landscape.json"
-    between = "exact" if curve.value.exact else "interpolated, degree 8; exact at breakpoints"
+    between = "exact" if curve.value.exact else "interpolated; exact at breakpoints"
     facts = [("penalty", curve.name), ("between breakpoints", between)]
     write_page(page, "Loss landscape", str(verdict), facts, [report], [png])
     numbers.write_text(json.dumps(verdict.as_dict(), indent=1) + "\n", encoding="utf-8")

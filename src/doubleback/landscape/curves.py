@@ -2,15 +2,16 @@
 
 On each piece a quantity is sampled at Chebyshev–Lobatto nodes, both ends included, with the
 pattern of the piece held fixed. Where its degree is known the polynomial through the samples *is*
-the quantity (`exact`); otherwise it is an interpolant of degree eight, exact at both ends, so that
-jump heights are exact in any case.
+the quantity (`exact`); otherwise it is an interpolant, of degree eight where pieces are few and
+long and of degree two where they are many and short, and exact at both ends, so that jump heights
+are exact in any case.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import pi
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from .path import Path
 from .paths import moving_leaves
 from .roots import horner
 
-SMOOTH = 8  # degree of the interpolant of what is no polynomial
+SMOOTH = ((16, 8), (64, 4), (math.inf, 2))  # up to so many pieces per example, this degree
 HIGHEST = 16  # degree up to which a polynomial is recovered from its samples
 BUDGET = 2**22  # numbers in the widest value of one chunk of samples
 
@@ -205,8 +206,11 @@ Sample = Callable[[Jets, Tensor], tuple[Tensor, Tensor]]
 
 def _curve(path: Path, name: str, sample: Sample, degree: int | None) -> Curve:
     exact = degree is not None and degree <= HIGHEST
-    count = (degree if exact else SMOOTH) + 1  # type: ignore[operator]
-    angles = pi * torch.linspace(0, 1, count, dtype=torch.float64)
+    if degree is None:
+        per_example = len(path.start) / path.examples
+        degree = next(order for most, order in SMOOTH if per_example <= most)
+    count = min(degree, HIGHEST) + 1
+    angles = math.pi * torch.linspace(0, 1, count, dtype=torch.float64)
     nodes = -torch.cos(angles) if count > 1 else torch.zeros(1, dtype=torch.float64)
     values, slopes = sample_pieces(path, sample, nodes)
     fit = torch.linalg.inv(_vandermonde(nodes)).T

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ..graph import Node
 from ..rules import Call, Rule
+from .pieces import propagate
 from .program import Program, mapped, run_fixed, run_rows
 from .roots import horner
 from .structure import Motion, factors, partner, passes_through
@@ -73,16 +74,18 @@ class Jets:
             self.values[v] = Jet(
                 base + _lay(mid, base) * slope, base + _lay(at, base) * slope, slope
             )
+        # what does not move is computed once per example, then handed to its rows
+        few, place = example.unique(return_inverse=True)
         if program.x not in moving:
-            plain[program.x] = x[example].unsqueeze(1)
-            self.values[program.x] = Jet(plain[program.x], plain[program.x], None)
+            plain[program.x] = x[few].unsqueeze(1)
+            self.values[program.x] = _still(plain[program.x], place)
         for node in program.nodes:
             if motion.moves(node):
                 self._forward(node)
             elif node.outputs[0] in program.active:
                 run_rows(program, node, plain)
                 for v in node.outputs:
-                    self.values[v] = Jet(plain[v], plain[v], None)
+                    self.values[v] = _still(plain[v], place)
 
     @property
     def out(self) -> tuple[Tensor, Tensor]:
@@ -117,8 +120,6 @@ class Jets:
                 self.values[v] = Jet(*jet)
 
     def _shared(self, node: Node, inputs: Sequence[Shared]) -> None:
-        from .pieces import propagate
-
         found = propagate(self.program, node, [i.coefficients for i in inputs])
         for v, coefficients in zip(node.outputs, found, strict=True):
             self.values[v] = Shared(tuple(coefficients))
@@ -231,7 +232,7 @@ class Jets:
         values, slopes = (
             _gather(node, [None if p is None else p[k] for p in parts]) for k in (0, 1)
         )
-        if self.motion.moves(node) and factors(rule, node) is not None:
+        if factors(rule, node) is not None:
             return self._product_backward(node, inputs, values, slopes, s, wanted)
         pull: Callable[[Any], Sequence]
         if node.index in self.motion.kinks:
@@ -274,6 +275,11 @@ class Jets:
 
 
 # ------------------------------------------------------------------------------- helpers
+
+
+def _still(value: Tensor, place: Tensor) -> Jet:
+    rows = value.index_select(0, place)
+    return Jet(rows, rows, None)
 
 
 def _lay(s: Tensor, like: Tensor) -> Tensor:

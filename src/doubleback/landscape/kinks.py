@@ -7,7 +7,7 @@ constant on a piece: how many thresholds lie below the input, or which entry win
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -43,10 +43,14 @@ def find_kink(call: Call) -> Kink | None:
     return None if make is None else make(call)
 
 
-def layer_of(node: Node, producers: dict[int, Node]) -> str:
-    """The name under which the units of a kink are reported: the module that made its input."""
-    producer = producers.get(node.inputs[0])
-    return "input" if producer is None else producer.module or producer.name
+def layer_of(node: Node, producers: Mapping[int, Node], leaves: Mapping[int, str]) -> str:
+    """The name under which the units of a kink are reported: the module that made its input, or
+    the parameter that is its input."""
+    value = node.inputs[0]
+    producer = producers.get(value)
+    if producer is None:
+        return leaves.get(value, "input")
+    return producer.module or producer.name
 
 
 # ------------------------------------------------------------------------- coordinate-wise

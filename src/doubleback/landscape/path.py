@@ -101,6 +101,7 @@ class Path:
             nodes = self.program.nodes
             self._cache["producers"] = {v: node for node in nodes for v in node.outputs}
             self._cache["nodes"] = {node.index: node for node in nodes}
+            self._cache["leaves"] = {v: name for name, v in self.program.names.items()}
         node = self._cache["nodes"][kink]
         shape = self.program.graph.shape(node.outputs[0])[1:] or (1,)
         index = []
@@ -108,7 +109,8 @@ class Path:
             index.append(flat % size)
             flat //= size
         name = node.op._schema.name.removeprefix("aten::")
-        return Unit(layer_of(node, self._cache["producers"]), tuple(reversed(index)), name)
+        layer = layer_of(node, self._cache["producers"], self._cache["leaves"])
+        return Unit(layer, tuple(reversed(index)), name)
 
     def pieces_of(self, example: int) -> list[tuple[float, float]]:
         """[start, end] of every piece of one example."""

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from ..graph import Node
 from .cuts import candidates, rival_cuts, rival_flips, threshold_cuts, threshold_flips, touching
-from .kinks import Rivals, Thresholds
+from .kinks import Kink, Rivals, Thresholds
 from .program import Program, mapped, run_fixed, run_rows
 from .roots import horner
-from .rows import Flips, Rows, Value, either, evaluate
+from .rows import Flips, Rows, Value, apart, either, evaluate
 from .structure import Motion, factors, passes_through
 
 LIMIT = 2**25  # numbers in the largest polynomial of one chunk
@@ -91,10 +91,7 @@ class _Run:
             self.rows.lift(v, generation) if generation is not None else v.coefficients
             for v in inputs
         ]
-        rows = [
-            c if v.generation is not None else None for c, v in zip(lifted, inputs, strict=True)
-        ]
-        shared = [c if v.generation is None else None for c, v in zip(lifted, inputs, strict=True)]
+        rows, shared = apart(lifted, inputs)
 
         def one(rows: Sequence, shared: Sequence) -> list:
             return propagate(self.program, node, either(rows, shared))
@@ -147,7 +144,15 @@ class _Run:
         if count > LIMIT and self.rows.maps[0].max() > 0:
             raise TooManyRows
 
-    def _through(self, node, kink, lifted, inputs, at_mid, mid) -> None:
+    def _through(
+        self,
+        node: Node,
+        kink: Kink,
+        lifted: Sequence[Sequence[Tensor]],
+        inputs: Sequence[Value],
+        at_mid: Sequence[Tensor],
+        mid: Tensor,
+    ) -> None:
         """y_k = T u_k with the derivative T of the piece, and y₀ from the value at the middle."""
         degree = max(len(c) for c in lifted) - 1
         homogeneous = isinstance(kink, Rivals) or kink.at == (0.0,)
@@ -167,10 +172,7 @@ class _Run:
                 found.insert(0, value - middle * horner(found, middle))
             return [found, *[None] * (len(node.outputs) - 1)]
 
-        rows = [
-            c if v.generation is not None else None for c, v in zip(lifted, inputs, strict=True)
-        ]
-        shared = [c if v.generation is None else None for c, v in zip(lifted, inputs, strict=True)]
+        rows, shared = apart(lifted, inputs)
         outputs = mapped(one, [rows, at_mid, mid], shared)
         self.values[node.outputs[0]] = Value(tuple(outputs[0]), self.rows.generation)
 

@@ -32,7 +32,8 @@ def draw(experiment: Experiment) -> Report:
         "M, with lines of slope 1 and −1 as the theory has it. (c) Jump variation over smooth "
         "variation: it settles, because heights fall as fast as numbers grow. (d) Softplus with "
         "sharpness β and the ReLU network's weights: R has the ReLU limit, but ∂_w R holds spikes "
-        "that grow with β where R jumps; ReLU's own ∂_w R leaves them out.",
+        "that grow with β where R jumps (until 2001 places no longer resolve them); ReLU's own "
+        "∂_w R leaves them out.",
     )
     measured = {}
     for slope in SLOPES:
