@@ -1,4 +1,5 @@
 # make demo   train with and without a penalty, and compare
+# make reproduce   the figures of the paper, under reproduced/
 # make test   what CI runs: linters, types, tests
 # make bench  the measurements behind the README's table (a GPU is used when there is one)
 
@@ -8,7 +9,7 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --constraint
 STAMP := .venv/.doubleback
 
 .DELETE_ON_ERROR:
-.PHONY: setup demo test lint types bench readme clean
+.PHONY: setup demo reproduce test lint types bench readme clean
 
 setup: $(STAMP)
 
@@ -22,6 +23,9 @@ $(STAMP): pyproject.toml constraints.txt
 
 demo: $(STAMP)
 	@$(BIN)/doubleback demo $(ARGS)
+
+reproduce: $(STAMP)
+	@$(BIN)/doubleback reproduce $(ARGS)
 
 test: lint types
 	@$(BIN)/python -m pytest -n 2 -q $(ARGS)

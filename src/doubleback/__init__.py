@@ -1,6 +1,6 @@
 """doubleback: training with derivatives in the loss, at close to the price of training without."""
 
-from . import operators, spaces
+from . import landscape, operators, spaces
 from .adjoint import check_adjoint
 from .check import CheckReport, check, check_rule
 from .counting import Operations, count_operations
@@ -13,6 +13,7 @@ from .errors import (
     LabelError,
     MemoryWarning,
     NonFiniteError,
+    NotPiecewiseLinearError,
     OutputChoiceError,
     PatchError,
     PenaltyWarning,
@@ -53,6 +54,7 @@ __all__ = [
     "MemoryWarning",
     "NonFiniteError",
     "Norm",
+    "NotPiecewiseLinearError",
     "Operations",
     "OutputChoiceError",
     "OutputGradient",
@@ -70,6 +72,7 @@ __all__ = [
     "check_adjoint",
     "check_rule",
     "count_operations",
+    "landscape",
     "operators",
     "parameter_spaces",
     "patch",

@@ -260,7 +260,7 @@ def _convert(program: torch.export.ExportedProgram) -> Graph:
             inputs = (*refs(args), *refs(kwargs))
             nodes.append(
                 Node(len(nodes), fx_node.name, fx_node.target, args, kwargs, inputs,
-                     tuple(outputs), many, _source(fx_node))
+                     tuple(outputs), many, _source(fx_node), _module(fx_node))
             )  # fmt: skip
         elif fx_node.op == "get_attr":
             raise CaptureError(f"control flow {fx_node.target} cannot be swept")
@@ -318,6 +318,13 @@ def _source(node: torch.fx.Node) -> str:
             code = lines[position + 1] if position + 1 < len(lines) else ""
             return f"{name}:{line.strip().removeprefix('line ')}: {code}"
     return str(node.target)
+
+
+def _module(node: torch.fx.Node) -> str:
+    """The innermost submodule that was running, by its name in the network."""
+    stack = node.meta.get("nn_module_stack") or {}
+    path = list(stack.values())[-1][0] if stack else ""
+    return "" if path == "held" else _inside(path)
 
 
 def _model_line(error: BaseException) -> str:

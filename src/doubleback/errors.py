@@ -19,6 +19,10 @@ class OutputChoiceError(InputError):
     """The network returns several tensors, or a choice of output that does not exist."""
 
 
+class NotPiecewiseLinearError(DoublebackError, ValueError):
+    """A landscape needs piecewise linearity; the message names the operator, its line, a remedy."""
+
+
 class CaptureError(DoublebackError, RuntimeError):
     """The network cannot be captured as a graph; the message quotes the line that stopped it."""
 

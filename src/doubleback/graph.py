@@ -42,7 +42,8 @@ class Node:
     """One call of an ATen operator.
 
     `inputs` are the tensor arguments in flattened order (lists such as cat's included);
-    `outputs` one value per returned tensor.
+    `outputs` one value per returned tensor. `module` is the qualified name of the submodule
+    whose forward made the call, "" for the network's own.
     """
 
     index: int
@@ -54,6 +55,7 @@ class Node:
     outputs: tuple[int, ...]
     many: bool
     source: str
+    module: str = ""
 
     def __str__(self) -> str:
         return f"{self.op} ({self.name})"

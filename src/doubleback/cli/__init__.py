@@ -1,4 +1,4 @@
-"""The command line: ``doubleback demo``, ``doubleback check`` and ``doubleback explain``.
+"""The command line: ``doubleback demo``, ``check``, ``explain``, ``landscape``, ``reproduce``.
 
 Exit status: 0 for success, 1 when ``check`` finds a wrong gradient and only then, 2 for what
 cannot be run (a bad argument, a missing extra, any :class:`~doubleback.DoublebackError`: one line
@@ -82,11 +82,47 @@ def _parser() -> argparse.ArgumentParser:
     _add_model_arguments(check)
     explain = commands.add_parser("explain", help="show how a model would be computed, and why")
     _add_model_arguments(explain)
+    _add_landscape(
+        commands.add_parser(
+            "landscape", help="find the jumps of a penalty along one parameter of a net, exactly"
+        )
+    )
+    reproduce = commands.add_parser(
+        "reproduce", help="draw the figures of the paper, and check what it says about them"
+    )
+    reproduce.add_argument(
+        "--out", default="reproduced", metavar="FOLDER", help="default: %(default)s"
+    )
+    reproduce.add_argument("--seed", type=int, default=3, metavar="S", help="default: %(default)s")
+    reproduce.add_argument(
+        "--only", action="append", metavar="FIGURE", help="this figure alone; may be repeated"
+    )
     return parser
 
 
-def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """What ``check`` and ``explain`` both need to build a model and call it."""
+def _add_landscape(parser: argparse.ArgumentParser) -> None:
+    _add_model_arguments(parser, shape_required=False)
+    parser.add_argument("--input", metavar="FILE", help="a batch, saved by torch.save or NumPy")
+    parser.add_argument("--labels", metavar="FILE", help="its labels or targets; default: random")
+    parser.add_argument(
+        "--parameter",
+        metavar="NAME[I,J]",
+        help="such as fc1.weight[3,1]; default: the weight in which the penalty is steepest",
+    )
+    parser.add_argument(
+        "--layer", metavar="NAME,…", help="a random direction over the parameters of these layers"
+    )
+    parser.add_argument(
+        "--input-line", action="store_true", help="a random line through the inputs"
+    )
+    parser.add_argument(
+        "--span", type=float, nargs=2, metavar=("FROM", "TO"), help="default: ±1 around the net"
+    )
+    parser.add_argument("--out", default="landscape", metavar="FOLDER", help="default: %(default)s")
+
+
+def _add_model_arguments(parser: argparse.ArgumentParser, shape_required: bool = True) -> None:
+    """What every command that takes a net needs to build it and call it."""
     parser.add_argument(
         "factory",
         metavar="package.module:factory",
@@ -96,7 +132,7 @@ def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
         "--input-shape",
         type=_shape,
         action="append",
-        required=True,
+        required=shape_required,
         metavar="4,3,32,32",
         help="batch first; repeat it for further inputs (the first one is penalised)",
     )
