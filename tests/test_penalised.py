@@ -472,6 +472,55 @@ def test_uncapturable_networks_warn_once_and_run_on_autograd():
         db.Penalised(Net(), db.OutputGradient(), strict=True)(X)
 
 
+def test_uncapturable_attention_runs_on_its_fused_kernel():
+    """Autograd falls back to doubleback's second derivatives, for Jacobians as well."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.qkv = nn.Linear(8, 24)
+
+        def forward(self, x):
+            if x.sum() > 1e9:
+                return x.sum((1, 2))[:, None]
+            q, k, v = self.qkv(x).reshape(2, 5, 3, 2, 4).permute(2, 0, 3, 1, 4).unbind(0)
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v).flatten(1)[:, :3]
+
+    net, x = Net(), torch.randn(2, 5, 8)
+    rows = []
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        leaf = x.clone().requires_grad_()
+        out = net(leaf)
+        for i in range(3):
+            rows.append(torch.autograd.grad(out[:, i].sum(), leaf, create_graph=True)[0])
+        expected = sum(row.square().sum() for row in rows) / 2
+        (want,) = torch.autograd.grad(expected, net.qkv.weight)
+    with pytest.warns(db.CaptureWarning):
+        penalty = db.Penalised(net, db.Jacobian())(x)[1]
+    penalty.backward()
+    torch.testing.assert_close(penalty, expected)
+    torch.testing.assert_close(net.qkv.weight.grad, want)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("penalty", [db.LossGradient("mse"), db.Jacobian()])
+def test_cuda_graph_gives_the_same_gradients(penalty):
+    net = mlp().cuda()
+    plain = db.Penalised(net, penalty)
+    graphed = db.Penalised(net, penalty, cuda_graph=True)
+    optimiser = torch.optim.SGD(net.parameters(), lr=0.1)
+    for _ in range(5):
+        x, y = torch.randn(4, 6, device="cuda"), torch.randn(4, 5, device="cuda")
+        found = []
+        for model in (plain, graphed):
+            optimiser.zero_grad()
+            out, loss, value = model.accumulate(x, y, loss="mse", weight=0.3)
+            found.append([out, loss, value, *(p.grad.clone() for p in net.parameters())])
+        for a, b in zip(*found, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+        optimiser.step()
+
+
 def test_weighted_space():
     """‖g‖² in the dual of a weighted space is Σ g²/w; checked through the whole engine."""
     weight = torch.rand(6) + 0.5

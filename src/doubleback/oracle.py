@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
+from .patch import patched
 from .penalties import Penalty
 
 
@@ -22,14 +23,16 @@ def autograd_penalty(
     x: Sequence[Tensor],
     penalty: Penalty,
     extra: Sequence[Any],
+    patch: bool = False,
 ) -> tuple[Any, Tensor]:
     """(result of the network, penalty), both differentiable as autograd makes them.
 
     run(x) calls the network, choose(result) picks the penalised output. Attention runs on its
-    unfused kernel, the only one with a second derivative.
+    unfused kernel, the only one with a second derivative in stock PyTorch. patch: use
+    doubleback's second derivatives instead, fused attention's among them.
     """
     graph = torch.is_grad_enabled()
-    with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
+    with torch.enable_grad(), patched() if patch else sdpa_kernel(SDPBackend.MATH):
         leaves = [t if t.requires_grad else t.detach().requires_grad_() for t in x]
         result = run(leaves)
         out = choose(result)

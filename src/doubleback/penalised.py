@@ -23,6 +23,7 @@ from .jacobian import Jacobian, SpectralNorm
 from .jacobian_program import SpectralProgram
 from .losses import Loss, make_loss
 from .oracle import autograd_penalty
+from .patch.mechanism import supported
 from .penalties import LossGradient, Penalty
 from .plan import Plan, make_plan
 from .planner import plan_jacobian
@@ -376,7 +377,7 @@ class Penalised(nn.Module):
         if not self._warned:
             self._warned = True
             warnings.warn(
-                f"{found}\n  Until then it runs on stock autograd.", CaptureWarning, stacklevel=3
+                f"{found}\n  Until then it runs on autograd.", CaptureWarning, stacklevel=3
             )
         return None
 
@@ -470,7 +471,9 @@ class Penalised(nn.Module):
             self.penalty.check(out.shape, call.x, *call.extra)
             return out
 
-        return autograd_penalty(run, choose, call.x, self.penalty, _extra(call))
+        return autograd_penalty(
+            run, choose, call.x, self.penalty, _extra(call), patch=supported(torch.__version__)
+        )
 
     def _accumulate_on_autograd(
         self, call: _Arguments, loss: Any, target: Any, weight: float

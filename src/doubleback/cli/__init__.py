@@ -23,7 +23,8 @@ __all__ = ["UsageError", "main", "require"]
 
 LOSSES = ("cross_entropy", "mse", "bce")
 NORMS = ("squared", "norm", "deviation")
-PENALTIES = ("loss-gradient", "output-gradient", "gradient-match", "bilinear-form")
+PENALTIES = ("loss-gradient", "output-gradient", "gradient-match", "bilinear-form", "jacobian",
+             "spectral-norm")  # fmt: skip
 
 
 class UsageError(DoublebackError):
@@ -142,6 +143,10 @@ def _add_model_arguments(parser: argparse.ArgumentParser, shape_required: bool =
     parser.add_argument(
         "--index", type=int, metavar="I", help="output node of output-gradient and gradient-match"
     )
+    parser.add_argument("--of", choices=("output", "softmax"), help="of jacobian, default: output")
+    parser.add_argument("--projections", type=_count, metavar="N", help="of jacobian: estimate")
+    parser.add_argument("--chunk", type=_count, metavar="C", help="of jacobian: seeds at a time")
+    parser.add_argument("--iterations", type=_count, metavar="K", help="of spectral-norm")
     parser.add_argument(
         "--output", metavar="KEY", help="which output, when the net returns a tuple or a dict"
     )

@@ -17,6 +17,8 @@ from doubleback.losses import BinaryCrossEntropy, CrossEntropy, Loss, SquaredErr
 
 NORMS = {"squared": db.SquaredNorm, "norm": db.Norm, "deviation": db.Deviation}
 
+OPTIONS = ("loss", "norm", "index", "of", "projections", "chunk", "iterations")
+
 
 def build(arguments: argparse.Namespace) -> tuple[db.Penalised, tuple[Tensor, ...]]:
     """The penalised model and every positional argument it is called with."""
@@ -56,7 +58,7 @@ def _call(factory: Callable[[], object], name: str) -> nn.Module:
 
 def _penalised(net: nn.Module, arguments: argparse.Namespace) -> db.Penalised:
     if isinstance(net, db.Penalised):
-        for option in ("penalty", "loss", "norm", "index", "output"):
+        for option in ("penalty", *OPTIONS, "output"):
             if getattr(arguments, option) is not None:
                 raise UsageError(
                     f"--{option} has no meaning here: the factory returns a Penalised already"
@@ -75,8 +77,10 @@ def _penalty(arguments: argparse.Namespace):
         "output-gradient": ("index", "norm"),
         "gradient-match": ("index", "norm"),
         "bilinear-form": (),
+        "jacobian": ("of", "projections", "chunk"),
+        "spectral-norm": ("iterations",),
     }[name]
-    for option in ("loss", "norm", "index"):
+    for option in OPTIONS:
         if option not in taken and getattr(arguments, option) is not None:
             raise UsageError(f"--{option} has no meaning for --penalty {name}")
     norm = NORMS[arguments.norm or "squared"]()
@@ -86,6 +90,10 @@ def _penalty(arguments: argparse.Namespace):
         return db.OutputGradient(arguments.index, norm=norm)
     if name == "gradient-match":
         return db.GradientMatch(arguments.index, norm=norm)
+    if name == "jacobian":
+        return db.Jacobian(arguments.of or "output", arguments.projections, arguments.chunk)
+    if name == "spectral-norm":
+        return db.SpectralNorm(arguments.iterations or 1)
     return db.BilinearForm()
 
 

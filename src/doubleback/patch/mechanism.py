@@ -56,9 +56,13 @@ class PatchReport(tuple[Entry, ...]):
         return "\n".join(line.rstrip() for line in lines)
 
 
+def supported(version: str) -> bool:
+    """Whether the patch knows this torch version."""
+    return OLDEST <= tuple(int(part) for part in re.findall(r"\d+", version)[:2]) <= NEWEST
+
+
 def version_check(version: str) -> None:
-    found = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
-    if not OLDEST <= found <= NEWEST:
+    if not supported(version):
         low, high = (".".join(map(str, v)) for v in (OLDEST, NEWEST))
         raise PatchError(
             f"db.patch() supports torch {low} to {high}, and this is torch {version}; nothing was "
