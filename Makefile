@@ -42,6 +42,8 @@ bench: $(STAMP)
 
 readme: $(STAMP)
 	@$(BIN)/python benchmarks/readme_table.py
+	@$(BIN)/python benchmarks/measured_tables.py
+	@$(BIN)/python benchmarks/spaces_table.py
 
 clean:
 	rm -rf .venv build dist .hypothesis .pytest_cache .ruff_cache

@@ -15,6 +15,7 @@ import argparse
 import datetime
 import json
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -209,8 +210,8 @@ def main() -> None:
         child(args)
         return
     out = Path(args.out or f"jacobian-{args.device}.json")
-    # `command`: what to type to get this file again
-    facts: dict[str, Any] = {"command": "python benchmarks/jacobian.py " + " ".join(sys.argv[1:]),
+    typed = [Path(a).name if a == args.out else a for a in sys.argv[1:]]
+    facts: dict[str, Any] = {"command": shlex.join(["python", "benchmarks/jacobian.py", *typed]),
                              "date": datetime.date.today().isoformat(), "results": []}  # fmt: skip
     for net in args.nets:
         for dtype in args.dtypes:

@@ -23,6 +23,7 @@ COLUMNS = (  # heading, method, which ratio goes in brackets
     ("plain", "plain", None),
     ("stock autograd", "stock", EAGER),
     ("**doubleback**", "doubleback eager", EAGER),
+    ("**`accumulate`, CUDA graph**", "doubleback one-shot graphed", EAGER),
     ("plain, compiled", "plain compiled", None),
     ("make_fx + Inductor", "make_fx + inductor", COMPILED),
     ("torch.func, compiled", "torch.func compiled", COMPILED),
