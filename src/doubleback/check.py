@@ -130,7 +130,7 @@ def check(
 
 
 def _oracle_forward(model: Penalised) -> Any:
-    return lambda *args, **kwargs: model._on_autograd(model._take_apart(args, kwargs))
+    return lambda *args, **kwargs: model._on_autograd(model._call(args, kwargs), patch=False)
 
 
 def _double(tree: Any) -> Any:
@@ -146,7 +146,7 @@ def _measure(
 ) -> dict[str, Tensor | None]:
     """Everything a training step yields, for a fixed random weighting of outputs and penalty."""
     args, kwargs = pytree.tree_map_only(Tensor, lambda t: t.clone(), (args, kwargs))
-    call = model._take_apart(args, kwargs)
+    call = model._call(args, kwargs)
     for x in call.x:
         x.requires_grad_()
     devices = [x.device for x in call.x if x.is_cuda]

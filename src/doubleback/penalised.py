@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from .bridge import Bridge, Job, Program, _no_autocast, deliver
+from .calls import Arguments, choose, graph_key, pick, read_state, run_prelude, take_apart
 from .capture import capture
 from .cuda_graphs import GraphedStep
-from .errors import CaptureError, CaptureWarning, InputError, OutputChoiceError
+from .errors import CaptureError, CaptureWarning, InputError
 from .explain import Explanation, explain, explain_jacobian, with_iterations
 from .flatten import FlattenedProgram, Replay
-from .graph import Graph, map_refs
+from .graph import Graph
 from .jacobian import Jacobian, SpectralNorm
 from .jacobian_program import SpectralProgram
 from .losses import Loss, make_loss
@@ -30,22 +31,6 @@ from .planner import plan_jacobian
 from .pricing import price
 
 CACHE_SIZE = 64  # captured graphs kept per module, oldest out first
-
-
-@dataclass(frozen=True)
-class _Arguments:
-    """One call, taken apart: the flattened arguments of the network and the penalty's own."""
-
-    args: tuple
-    kwargs: dict[str, Any]
-    extra: tuple
-    leaves: tuple
-    spec: Any
-    penalised: tuple[int, ...]
-
-    @property
-    def x(self) -> list[Tensor]:
-        return [self.leaves[i] for i in self.penalised]
 
 
 class Penalised(nn.Module):
@@ -149,15 +134,15 @@ class Penalised(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Any, Tensor]:
         """(what net returns, the penalty)."""
-        call = self._take_apart(args, kwargs)
+        call = self._call(args, kwargs)
         graph = self._graph(call)
         if graph is None:
             return self._on_autograd(call)
         program, state = self._program(graph, call, gradients=torch.is_grad_enabled())
         plan = program.plan
         with _no_autocast():
-            prelude = _run_prelude(plan, state)
-            job = Job(program, {v: prelude[v] for v in plan.constants}, _extra(call))
+            prelude = run_prelude(plan, state)
+            job = Job(program, {v: prelude[v] for v in plan.constants}, call.constants)
             tensors = [prelude[v] for v in (*plan.penalised, *plan.effective)]
             if plan.trained:
                 *outputs, penalty = Bridge.apply(job, *tensors)  # type: ignore[misc]
@@ -192,7 +177,7 @@ class Penalised(nn.Module):
         if not isinstance(weight, (int, float)):
             raise InputError(f"weight must be a number, not {type(weight).__name__}")
         own_loss, args, target = self._loss(loss, args)
-        call = self._take_apart(args, kwargs)
+        call = self._call(args, kwargs)
         if isinstance(self.penalty, LossGradient):
             target = call.extra[0]
         graph = self._graph(call)
@@ -203,11 +188,11 @@ class Penalised(nn.Module):
         if own_loss is not None:
             own_loss.check(graph.shape(plan.target), target)
         with _no_autocast():
-            prelude = _run_prelude(plan, state)
+            prelude = run_prelude(plan, state)
             values = {v: prelude[v].detach() for v in (*plan.penalised, *plan.leaves)}
             with torch.no_grad():
                 outputs, loss_value, penalty, grads, mutated = self._step(
-                    program, values, _extra(call), own_loss, target, float(weight)
+                    program, values, call.constants, own_loss, target, float(weight)
                 )
             ends = [prelude[v] for v in (*plan.penalised, *plan.effective)]
             pairs = [(t, g) for t, g in zip(ends, grads, strict=True) if g is not None]
@@ -247,7 +232,7 @@ class Penalised(nn.Module):
         FLOPs and memory are those of a whole step, gradients included, found by running it on
         tensors without numbers; None where an operator needs numbers.
         """
-        call = self._take_apart(args, kwargs)
+        call = self._call(args, kwargs)
         graph = self._graph(call, strict=True)
         assert graph is not None
         program, _ = self._program(graph, call, gradients=True)
@@ -261,7 +246,7 @@ class Penalised(nn.Module):
             bare = SpectralProgram.build(plan, self.penalty, False, quiet, {})
             told = with_iterations(told, plan, self.penalty.iterations)
         try:
-            cost = price(bare, _extra(call))
+            cost = price(bare, call.constants)
         except (RuntimeError, TypeError):  # an operator that no fake tensor can run
             return told
         return replace(told, flops=cost.flops, peak_bytes=cost.peak_bytes)
@@ -270,6 +255,9 @@ class Penalised(nn.Module):
         return f"penalty={self.penalty!r}, compile={self.compile_mode!r}"
 
     # -------------------------------------------------------------------------- arguments
+
+    def _call(self, args: tuple, kwargs: Mapping[str, Any]) -> Arguments:
+        return take_apart(self.net, self.wrt, self.penalty, args, kwargs)
 
     def _loss(self, loss: Any, args: tuple) -> tuple[Any, tuple, Any]:
         own = self.penalty.loss if isinstance(self.penalty, LossGradient) else None
@@ -299,70 +287,10 @@ class Penalised(nn.Module):
             _remember(self._losses, key, found)
         return found
 
-    def _take_apart(self, args: tuple, kwargs: Mapping[str, Any]) -> _Arguments:
-        extras = self.penalty.extras
-        if len(args) < extras:
-            raise InputError(
-                f"{type(self.penalty).__name__} takes the last {extras} positional argument(s); "
-                f"the call has {len(args)}"
-            )
-        split = len(args) - extras
-        own, extra = args[:split], args[split:]
-        parts: list[tuple[Any, Any]] = [*enumerate(own), *kwargs.items()]
-        leaves, spec = pytree.tree_flatten((own, dict(kwargs)))
-        spans, start = {}, 0
-        for key, part in parts:
-            count = len(pytree.tree_leaves(part))
-            spans[key] = range(start, start + count)
-            start += count
-        penalised = self._penalised(spans, leaves)
-        self._check_devices([leaves[i] for i in penalised])
-        return _Arguments(own, dict(kwargs), extra, tuple(leaves), spec, penalised)
-
-    def _penalised(self, spans: Mapping[Any, range], leaves: Sequence[Any]) -> tuple[int, ...]:
-        found: list[int] = []
-        for key in self.wrt:
-            place = key
-            if isinstance(key, int) and key < 0:
-                raise InputError("wrt counts arguments from 0")
-            if isinstance(key, str) and key not in spans:
-                names = list(inspect.signature(self.net.forward).parameters)
-                place = names.index(key) if key in names else key
-            if place not in spans:
-                raise InputError(
-                    f"wrt={key!r} names no argument of this call; it has {list(spans)} "
-                    f"(the last {self.penalty.extras} positional ones are the penalty's)"
-                )
-            for i in spans[place]:
-                leaf = leaves[i]
-                if not isinstance(leaf, Tensor):
-                    continue
-                if not leaf.is_floating_point():
-                    raise InputError(
-                        f"the penalised input must be floating point, not {leaf.dtype} of shape "
-                        f"{tuple(leaf.shape)}; choose another argument with wrt="
-                    )
-                if leaf.dim() == 0:
-                    raise InputError("the penalised input needs a batch axis; it is a scalar")
-                found.append(i)
-        if not found:
-            raise InputError(f"wrt={self.wrt!r} holds no tensor")
-        return tuple(found)
-
-    def _check_devices(self, x: Sequence[Tensor]) -> None:
-        state = next(self.net.parameters(), None)
-        if state is None:
-            state = next(self.net.buffers(), None)
-        for t in x:
-            if state is not None and t.device != state.device:
-                raise InputError(
-                    f"x is on {t.device} and the network on {state.device}; move one of them"
-                )
-
     # ------------------------------------------------------------------- graphs and plans
 
-    def _graph(self, call: _Arguments, strict: bool | None = None) -> Graph | None:
-        key = self._graph_key(call)
+    def _graph(self, call: Arguments, strict: bool | None = None) -> Graph | None:
+        key = graph_key(self.net, call)
         found = self._graphs.get(key)
         if found is None:
             try:
@@ -381,26 +309,16 @@ class Penalised(nn.Module):
             )
         return None
 
-    def _graph_key(self, call: _Arguments) -> Any:
-        device = call.x[0].device.type
-        autocast = torch.is_autocast_enabled(device)
-        leaves = tuple(
-            (tuple(t.shape), t.dtype, t.device) if isinstance(t, Tensor) else _hashable(t)
-            for t in call.leaves
-        )
-        mode = (autocast, torch.get_autocast_dtype(device) if autocast else None)
-        return leaves, call.spec, _fingerprint(self.net), mode
-
     def _program(
-        self, graph: Graph, call: _Arguments, gradients: bool
+        self, graph: Graph, call: Arguments, gradients: bool
     ) -> tuple[Any, dict[int, Tensor]]:
         """The program for this graph and these wanted gradients, and the graph's state."""
-        state = _read_state(self._owners(graph), graph, call.leaves)
+        state = read_state(self._owners(graph), graph, call.leaves)
         wanted = frozenset(v for v, t in state.items() if gradients and t.requires_grad)
         penalised = tuple(graph.inputs[i] for i in call.penalised)
         key = (id(graph), wanted)
         program = self._programs.get(key)
-        target = _choose(graph, self.output)
+        target = choose(graph, self.output)
         self.penalty.check(graph.shape(target), call.x, *call.extra)
         if program is None:
             plan = make_plan(
@@ -440,7 +358,8 @@ class Penalised(nn.Module):
         with torch.no_grad():
             for name, value in plan.graph.mutations.items():
                 new = swept[name] if name in swept else prelude[value]
-                _state_tensor(self.net, name).copy_(new)
+                owner, _, leaf = name.rpartition(".")
+                getattr(self.net.get_submodule(owner), leaf).copy_(new)
 
     def _assemble(
         self, plan: Plan, outputs: Sequence[Tensor], prelude: Mapping[int, Tensor]
@@ -456,7 +375,9 @@ class Penalised(nn.Module):
 
     # --------------------------------------------------------------------------- autograd
 
-    def _on_autograd(self, call: _Arguments) -> tuple[Any, Tensor]:
+    def _on_autograd(self, call: Arguments, patch: bool = True) -> tuple[Any, Tensor]:
+        """The penalty by autograd's double backward; without `patch` all stock: the oracle."""
+
         def run(x: Sequence[Tensor]) -> Any:
             leaves = list(call.leaves)
             for i, t in zip(call.penalised, x, strict=True):
@@ -467,22 +388,27 @@ class Penalised(nn.Module):
         def choose(result: Any) -> Tensor:
             leaves, spec = pytree.tree_flatten(result)
             numbers = [i if isinstance(t, Tensor) else (t,) for i, t in enumerate(leaves)]
-            out = leaves[_pick(numbers, spec, self.output)]
+            out = leaves[pick(numbers, spec, self.output)]
             self.penalty.check(out.shape, call.x, *call.extra)
             return out
 
         return autograd_penalty(
-            run, choose, call.x, self.penalty, _extra(call), patch=supported(torch.__version__)
+            run,
+            choose,
+            call.x,
+            self.penalty,
+            call.constants,
+            patch=patch and supported(torch.__version__),
         )
 
     def _accumulate_on_autograd(
-        self, call: _Arguments, loss: Any, target: Any, weight: float
+        self, call: Arguments, loss: Any, target: Any, weight: float
     ) -> tuple[Any, Tensor, Tensor]:
         with torch.enable_grad():
             result, penalty = self._on_autograd(call)
             leaves, spec = pytree.tree_flatten(result)
             numbers = [i if isinstance(t, Tensor) else (t,) for i, t in enumerate(leaves)]
-            out = leaves[_pick(numbers, spec, self.output)]
+            out = leaves[pick(numbers, spec, self.output)]
             value = torch.zeros((), device=out.device)
             if loss is not None:
                 loss.check(out.shape, target)
@@ -493,91 +419,7 @@ class Penalised(nn.Module):
         return result, value, penalty
 
 
-def _extra(call: _Arguments) -> tuple:
-    return pytree.tree_map_only(Tensor, lambda t: t.detach(), call.extra)
-
-
 def _remember(cache: dict, key: Any, item: Any) -> None:
     if len(cache) >= CACHE_SIZE:
         cache.pop(next(iter(cache)))
     cache[key] = item
-
-
-def _hashable(item: Any) -> Any:
-    try:
-        hash(item)
-    except TypeError:
-        return repr(item)
-    return (type(item), item)
-
-
-def _fingerprint(net: nn.Module) -> tuple:
-    """Which modules the network is made of, their modes, and what their parameters look like."""
-    found: list[Any] = []
-    stack = [net]
-    while stack:
-        module = stack.pop()
-        found.append((id(module), module.training))
-        for p in module._parameters.values():
-            if p is not None:
-                found.append((p.shape, p.dtype, p.device))
-        stack.extend(m for m in module._modules.values() if m is not None)
-    return tuple(found)
-
-
-def _state_tensor(net: nn.Module, name: str) -> Tensor:
-    owner, _, leaf = name.rpartition(".")
-    return getattr(net.get_submodule(owner), leaf)
-
-
-def _read_state(
-    owners: Sequence[tuple[nn.Module, str, int, bool]], graph: Graph, leaves: Sequence[Any]
-) -> dict[int, Tensor]:
-    """Every value the graph starts from. A buffer that the network updates is read as a copy,
-    so that the update does not reach what autograd saved of it."""
-    state = dict(graph.constants)
-    for module, name, value, written in owners:
-        tensor = getattr(module, name)
-        state[value] = tensor.detach().clone() if written else tensor
-    for value, leaf in zip(graph.inputs, leaves, strict=True):
-        if value is not None:
-            state[value] = leaf
-    return state
-
-
-def _run_prelude(plan: Plan, state: Mapping[int, Tensor]) -> dict[int, Tensor]:
-    """Nodes that do not depend on x, under ordinary autograd (weight norm, hypernetworks)."""
-    values = dict(state)
-    for node in plan.prelude:
-        args = map_refs(node.args, lambda ref: values[ref.index])
-        kwargs = map_refs(dict(node.kwargs), lambda ref: values[ref.index])
-        out = node.op(*args, **kwargs)
-        for v, part in zip(node.outputs, out if node.many else (out,), strict=True):
-            values[v] = part
-    return values
-
-
-def _choose(graph: Graph, choice: Any) -> int:
-    place = _pick(graph.outputs, graph.out_spec, choice)
-    return graph.outputs[place]
-
-
-def _pick(outputs: Sequence[Any], spec: Any, choice: Any) -> int:
-    """The flattened position of the penalised output."""
-    tensors = [i for i, item in enumerate(outputs) if not isinstance(item, tuple)]
-    if choice is None:
-        if len(tensors) == 1:
-            return tensors[0]
-        raise OutputChoiceError(
-            f"the network returns {len(tensors)} tensors; choose the penalised one with output= "
-            "(an index, a key, or a path such as ('head', 0))"
-        )
-    tree = pytree.tree_unflatten(list(range(len(outputs))), spec)
-    for key in choice if isinstance(choice, tuple) else (choice,):
-        try:
-            tree = getattr(tree, key) if isinstance(key, str) and hasattr(tree, key) else tree[key]
-        except (KeyError, IndexError, TypeError) as error:
-            raise OutputChoiceError(f"output={choice!r} does not exist: {error!r}") from error
-    if not isinstance(tree, int) or tree not in tensors:
-        raise OutputChoiceError(f"output={choice!r} is not one tensor of the network's result")
-    return tree

@@ -1,0 +1,207 @@
+"""One call of a penalised module, taken apart: which arguments are the network's and which the
+penalty's, what the graph starts from, and under which key it is kept."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from .errors import InputError, OutputChoiceError
+from .graph import Graph, map_refs
+from .plan import Plan
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """One call, taken apart: the flattened arguments of the network and the penalty's own."""
+
+    args: tuple
+    kwargs: dict[str, Any]
+    extra: tuple
+    leaves: tuple
+    spec: Any
+    penalised: tuple[int, ...]
+
+    @property
+    def x(self) -> list[Tensor]:
+        return [self.leaves[i] for i in self.penalised]
+
+    @property
+    def constants(self) -> tuple:
+        """The penalty's own arguments, detached: no gradient goes to them."""
+        return pytree.tree_map_only(Tensor, lambda t: t.detach(), self.extra)
+
+
+def take_apart(
+    net: nn.Module, wrt: Sequence[int | str], penalty: Any, args: tuple, kwargs: Mapping[str, Any]
+) -> Arguments:
+    """Split a call; an `InputError` where it does not fit `wrt` or the penalty."""
+    extras = penalty.extras
+    if len(args) < extras:
+        raise InputError(
+            f"{type(penalty).__name__} takes the last {extras} positional argument(s); "
+            f"the call has {len(args)}"
+        )
+    split = len(args) - extras
+    own, extra = args[:split], args[split:]
+    parts: list[tuple[Any, Any]] = [*enumerate(own), *kwargs.items()]
+    leaves, spec = pytree.tree_flatten((own, dict(kwargs)))
+    spans, start = {}, 0
+    for key, part in parts:
+        count = len(pytree.tree_leaves(part))
+        spans[key] = range(start, start + count)
+        start += count
+    penalised = _penalised(net, wrt, extras, spans, leaves)
+    _check_devices(net, [leaves[i] for i in penalised])
+    return Arguments(own, dict(kwargs), extra, tuple(leaves), spec, penalised)
+
+
+def _penalised(
+    net: nn.Module,
+    wrt: Sequence[int | str],
+    extras: int,
+    spans: Mapping[Any, range],
+    leaves: Sequence[Any],
+) -> tuple[int, ...]:
+    """Places of the penalised tensors among the flattened arguments."""
+    found: list[int] = []
+    for key in wrt:
+        place = key
+        if isinstance(key, int) and key < 0:
+            raise InputError("wrt counts arguments from 0")
+        if isinstance(key, str) and key not in spans:
+            names = list(inspect.signature(net.forward).parameters)
+            place = names.index(key) if key in names else key
+        if place not in spans:
+            raise InputError(
+                f"wrt={key!r} names no argument of this call; it has {list(spans)} "
+                f"(the last {extras} positional ones are the penalty's)"
+            )
+        found += [i for i in spans[place] if _can_be_penalised(leaves[i])]
+    if not found:
+        raise InputError(f"wrt={tuple(wrt)!r} holds no tensor")
+    return tuple(found)
+
+
+def _can_be_penalised(leaf: Any) -> bool:
+    """False for what is no tensor; a tensor without derivatives or batch is an error."""
+    if not isinstance(leaf, Tensor):
+        return False
+    if not leaf.is_floating_point():
+        raise InputError(
+            f"the penalised input must be floating point, not {leaf.dtype} of shape "
+            f"{tuple(leaf.shape)}; choose another argument with wrt="
+        )
+    if leaf.dim() == 0:
+        raise InputError("the penalised input needs a batch axis; it is a scalar")
+    return True
+
+
+def _check_devices(net: nn.Module, x: Sequence[Tensor]) -> None:
+    state = next(net.parameters(), None)
+    if state is None:
+        state = next(net.buffers(), None)
+    for t in x:
+        if state is not None and t.device != state.device:
+            raise InputError(
+                f"x is on {t.device} and the network on {state.device}; move one of them"
+            )
+
+
+# -------------------------------------------------------------------------------- the key
+
+
+def graph_key(net: nn.Module, call: Arguments) -> Any:
+    """What a captured graph depends on: shapes, dtypes, devices, modes, autocast."""
+    device = call.x[0].device.type
+    autocast = torch.is_autocast_enabled(device)
+    leaves = tuple(
+        (tuple(t.shape), t.dtype, t.device) if isinstance(t, Tensor) else _hashable(t)
+        for t in call.leaves
+    )
+    mode = (autocast, torch.get_autocast_dtype(device) if autocast else None)
+    return leaves, call.spec, _fingerprint(net), mode
+
+
+def _hashable(item: Any) -> Any:
+    try:
+        hash(item)
+    except TypeError:
+        return repr(item)
+    return (type(item), item)
+
+
+def _fingerprint(net: nn.Module) -> tuple:
+    """Which modules the network is made of, their modes, and what their parameters look like."""
+    found: list[Any] = []
+    stack = [net]
+    while stack:
+        module = stack.pop()
+        found.append((id(module), module.training))
+        for p in module._parameters.values():
+            if p is not None:
+                found.append((p.shape, p.dtype, p.device))
+        stack.extend(m for m in module._modules.values() if m is not None)
+    return tuple(found)
+
+
+# ------------------------------------------------------------------- state and outputs
+
+
+def read_state(
+    owners: Sequence[tuple[nn.Module, str, int, bool]], graph: Graph, leaves: Sequence[Any]
+) -> dict[int, Tensor]:
+    """Every value the graph starts from. A buffer that the network updates is read as a copy,
+    so that the update does not reach what autograd saved of it."""
+    state = dict(graph.constants)
+    for module, name, value, written in owners:
+        tensor = getattr(module, name)
+        state[value] = tensor.detach().clone() if written else tensor
+    for value, leaf in zip(graph.inputs, leaves, strict=True):
+        if value is not None:
+            state[value] = leaf
+    return state
+
+
+def run_prelude(plan: Plan, state: Mapping[int, Tensor]) -> dict[int, Tensor]:
+    """Nodes that do not depend on x, under ordinary autograd (weight norm, hypernetworks)."""
+    values = dict(state)
+    for node in plan.prelude:
+        args = map_refs(node.args, lambda ref: values[ref.index])
+        kwargs = map_refs(dict(node.kwargs), lambda ref: values[ref.index])
+        out = node.op(*args, **kwargs)
+        for v, part in zip(node.outputs, out if node.many else (out,), strict=True):
+            values[v] = part
+    return values
+
+
+def choose(graph: Graph, choice: Any) -> int:
+    place = pick(graph.outputs, graph.out_spec, choice)
+    return graph.outputs[place]
+
+
+def pick(outputs: Sequence[Any], spec: Any, choice: Any) -> int:
+    """The flattened position of the penalised output."""
+    tensors = [i for i, item in enumerate(outputs) if not isinstance(item, tuple)]
+    if choice is None:
+        if len(tensors) == 1:
+            return tensors[0]
+        raise OutputChoiceError(
+            f"the network returns {len(tensors)} tensors; choose the penalised one with output= "
+            "(an index, a key, or a path such as ('head', 0))"
+        )
+    tree = pytree.tree_unflatten(list(range(len(outputs))), spec)
+    for key in choice if isinstance(choice, tuple) else (choice,):
+        try:
+            tree = getattr(tree, key) if isinstance(key, str) and hasattr(tree, key) else tree[key]
+        except (KeyError, IndexError, TypeError) as error:
+            raise OutputChoiceError(f"output={choice!r} does not exist: {error!r}") from error
+    if not isinstance(tree, int) or tree not in tensors:
+        raise OutputChoiceError(f"output={choice!r} is not one tensor of the network's result")
+    return tree
