@@ -218,17 +218,18 @@ def test_float64_parity(case):
 
 @named(zoo.CASES)
 def test_float64_jacobian_parity(case):
-    """Every rule over a seed axis: some outputs, and all class probabilities."""
+    """Every rule over a seed axis: all class probabilities, or some outputs of other nets."""
     bench = Bench(case)
     with torch.no_grad():
         out = oracle.choose(bench.twin(*bench.twin_args), case.output)
     bench.rewind()
     size = out[0].numel()
-    some = sorted({0, size // 2, size - 1})
-    found = [Spec("jacobian", "jacobian", entries=tuple(some))] if out.dim() > 1 else []
+    if out.dim() == 1:
+        pytest.skip("one number per example")
+    spec = Spec("jacobian", "jacobian", entries=tuple(sorted({0, size // 2, size - 1})))
     if case.classes and out.dim() == 2 and case.name != "softmax_output":  # which is warned of
-        found.append(Spec("jacobian of softmax", "jacobian", softmax=True, reduction="none"))
-    report(case, [line for spec in found for line in bench.failures(spec)])
+        spec = Spec("jacobian of softmax", "jacobian", softmax=True, reduction="none")
+    report(case, bench.failures(spec))
 
 
 # RReLU draws its slopes in the dtype of x, so float32 and float64 see different nets.
