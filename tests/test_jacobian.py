@@ -520,6 +520,20 @@ def test_autocast_and_bfloat16():
     assert abs(low.float() - exact) < 0.05 * exact
 
 
+def test_weights_are_not_rounded_to_16_bits():
+    """A penalty weight that bfloat16 rounds by 0.25 %: gradients do not show it."""
+    net, x = mlp([6, 16, 4]).bfloat16(), torch.randn(83, 6).bfloat16()
+    factor = 0.0122985
+    assert abs(float(torch.tensor(factor).bfloat16()) / factor - 1) > 2e-3
+    found = []
+    for weight in (1.0, factor):
+        net.zero_grad()
+        (weight * db.Penalised(net, db.Jacobian())(x)[1]).backward()
+        found.append(torch.cat([g.flatten().double() for g in grads(net)]))
+    whole, scaled = found
+    assert abs(float((scaled * whole).sum() / whole.square().sum()) / factor - 1) < 1e-3
+
+
 # ---------------------------------------------------------------------------------------- errors
 
 

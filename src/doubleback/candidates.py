@@ -36,8 +36,8 @@ def _summed(pairs: Tensor) -> Tensor:
 
 
 def _weighted(t: Tensor, weight: Tensor) -> Tensor:
-    """2·weight_b·t⟨i⟩_b."""
-    return (2 * weight).to(t.dtype).reshape(1, -1, *(1,) * (t.dim() - 2)) * t
+    """2·weight_b·t⟨i⟩_b; a weight is not rounded to 16 bits before it multiplies."""
+    return ((2 * weight).reshape(1, -1, *(1,) * (t.dim() - 2)) * t).to(t.dtype)
 
 
 def _join(sources: Sources, value: int, part: Tensor | None) -> None:

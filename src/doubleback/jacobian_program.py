@@ -85,7 +85,7 @@ class Phases(Program):
                 summed.clear()
             if by is not None:
                 for v in gamma:
-                    gamma[v] = gamma[v] * by.to(gamma[v].dtype)
+                    gamma[v] = _times(gamma[v], by)
             for v, grad in given.items():
                 if grad is not None:
                     gamma[v] = add(gamma.get(v), grad)  # type: ignore[assignment]
@@ -289,6 +289,13 @@ class SpectralProgram(Phases):
 
     def _again(self, swept: Swept, weight: Tensor) -> Sources:
         return self._measure(swept, weight)[1]
+
+
+def _times(t: Tensor, factor: Tensor) -> Tensor:
+    """factor·t; a factor of float32 is not rounded to 16 bits before it multiplies."""
+    if t.dtype in (torch.bfloat16, torch.float16):
+        return (t.float() * factor).to(t.dtype)
+    return t * factor.to(t.dtype)
 
 
 def check_seed_count(seeds: int, limit: int, insists: bool, cost: str) -> None:
