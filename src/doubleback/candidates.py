@@ -24,7 +24,7 @@ from . import sweeps
 from .jacobian import Jacobian
 from .plan import Plan, make_plan
 from .rules import add
-from .rules.softmax import softmax_curvature
+from .rules.softmax import softmax_curvature, softmax_derivative
 from .segments import SAME_ENTRIES, Segment, Sources, first_dense, make_segment, width
 from .spaces import Euclidean, per_example
 
@@ -91,32 +91,12 @@ class Rows:
         return values
 
 
-@dataclass(frozen=True)
-class _Tip:
-    """What lies between the last column and the penalised quantity: nothing, or softmax."""
-
-    softmax: bool
-
-    def apply(self, out: Tensor, h: Tensor) -> Tensor:
-        """S h; S is symmetric."""
-        if not self.softmax:
-            return h
-        s = out.softmax(-1)
-        return s * (h - (s * h).sum(-1, keepdim=True))
-
-    def head(self, out: Tensor, w: Tensor, h: Tensor) -> Tensor | None:
-        """Σ_k ∂_out⟨w⟨k⟩, S h⟨k⟩⟩."""
-        if not self.softmax:
-            return None
-        return softmax_curvature(out.softmax(-1), w, h, -1).sum(0)
-
-
 @dataclass(frozen=True, eq=False)
 class Columns:
-    """Tangents, one per input coordinate."""
+    """Tangents, one per input coordinate; softmax: of the class probabilities of the output."""
 
     segment: Segment
-    tip: _Tip
+    softmax: bool
     target: int
     name: str = "columns"
     divisible: bool = True
@@ -134,21 +114,39 @@ class Columns:
     def part(
         self, state: sweeps.State, bank: Tensor, weight: Tensor | None, sources: Sources
     ) -> Tensor:
-        segment, out = self.segment, state.values[self.target]
-        keep = weight is not None
-        h, t, moved = segment.push(state, segment.columns(state, bank), keep)
-        u = self.tip.apply(out, h) if self.tip.softmax else t
-        values = _summed(u * (u if self.tip.softmax else h))
-        if weight is None:
-            return values
-        w = _weighted(u, weight)
-        mixed = _weighted(h, weight) if segment.gram else h
-        head = self.tip.head(out, w, h) if self.target in segment.trained else None
-        back = self.tip.apply(out, w)
-        del u, w, t
-        segment.pull_back(state, bank, h, back, mixed, moved, sources)
-        _join(sources, self.target, head)
+        h, z, t, moved = self.push(state, bank, weight is not None)
+        values = _summed(z * t)
+        if weight is not None:
+            along = [_weighted(t, weight), _weighted(h, weight) if self.segment.gram else h]
+            del z, t
+            self.pull_back(state, bank, h, along, moved, sources)
         return values
+
+    def push(
+        self, state: sweeps.State, bank: Tensor, keep: bool
+    ) -> tuple[Tensor, Tensor, Tensor, dict[int, tuple]]:
+        """(h, z, t, what moved): the end of the segment, and ⟨z⟨i⟩, t⟨j⟩⟩ = (JᵀJ)_ij."""
+        h, t, moved = self.segment.push(state, self.segment.columns(state, bank), keep)
+        if not self.softmax:
+            return h, h, t, moved
+        u = softmax_derivative(state.values[self.target].softmax(-1), h)
+        return h, u, u, moved
+
+    def pull_back(
+        self, state: sweeps.State, bank: Tensor, h: Tensor, along: list[Tensor],
+        moved: dict[int, tuple], sources: Sources,
+    ) -> None:  # fmt: skip
+        """Cotangents back, along = [(2ḡ·mix) t, (2ḡ·mix) h], which is used up."""
+        w, weighted = along
+        along.clear()
+        head = None
+        if self.softmax:
+            s = state.values[self.target].softmax(-1)
+            if self.target in self.segment.trained:
+                head = softmax_curvature(s, w, h, -1).sum(0)
+            w = softmax_derivative(s, w)
+        self.segment.pull_back(state, bank, h, w, weighted, moved, sources)
+        _join(sources, self.target, head)
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,9 +154,7 @@ class Waist:
     """Rows of the part before a narrow layer, columns of the part behind it."""
 
     before: Segment
-    behind: Segment
-    tip: _Tip
-    target: int
+    behind: Columns
     name: str = "waist"
     divisible: bool = False
 
@@ -167,7 +163,7 @@ class Waist:
         return self.before.seeds
 
     def bank(self, state: sweeps.State) -> Tensor:
-        return torch.arange(self.seeds, device=state.values[self.target].device)
+        return self.behind.bank(state)
 
     def prepare(self, state: sweeps.State) -> dict[Any, Tensor]:
         return {**self.before.prepare(state), **self.behind.prepare(state)}
@@ -175,30 +171,26 @@ class Waist:
     def part(
         self, state: sweeps.State, bank: Tensor, weight: Tensor | None, sources: Sources
     ) -> Tensor:
-        out, keep = state.values[self.target], weight is not None
-        h, ht, moved = self.behind.push(state, self.behind.columns(state, bank), keep)
-        u = self.tip.apply(out, h) if self.tip.softmax else ht
-        m = _products(u if self.tip.softmax else h, u)
-        z, t = self.before.pull(state, self.before.rows(state, bank), keep)
-        n = sum(_products(a, b) for a, b in zip(z, t, strict=True))
+        keep = weight is not None
+        h, z, t, moved = self.behind.push(state, bank, keep)
+        m = _products(z, t)
+        rows, representers = self.before.pull(state, self.before.rows(state, bank), keep)
+        n = sum(_products(a, b) for a, b in zip(rows, representers, strict=True))
         assert isinstance(n, Tensor)
         values = per_example(m * n)
         if weight is None:
             return values
-        w = _weighted(_mix(n, u), weight)
-        mixed = _weighted(_mix(n, h), weight) if self.behind.gram else h
-        head = self.tip.head(out, w, h) if self.target in self.behind.trained else None
-        back = self.tip.apply(out, w)
-        del u, w, ht
-        self.behind.pull_back(state, bank, h, back, mixed, moved, sources)
-        del h, back, mixed
-        _join(sources, self.target, head)
-        q = [_weighted(_mix(m, part), weight) for part in t]
-        mixed_z = [_weighted(_mix(m, part), weight) for part in z] if self.before.gram else []
-        del t
+        gram = self.behind.segment.gram
+        along = [_weighted(_mix(n, t), weight), _weighted(_mix(n, h), weight) if gram else h]
+        del z, t
+        self.behind.pull_back(state, bank, h, along, moved, sources)
+        del h
+        q = [_weighted(_mix(m, part), weight) for part in representers]
+        mixed = [_weighted(_mix(m, part), weight) for part in rows] if self.before.gram else []
+        del representers
         if not self.before.gram:
-            z = []
-        self.before.push_back(state, bank, z, q, mixed_z, sources)
+            rows = []
+        self.before.push_back(state, bank, rows, q, mixed, sources)
         return values
 
 
@@ -243,7 +235,7 @@ class Diagonal:
         values = per_example(a.square() * squares)
         if weight is None:
             return values
-        along = (2 * weight).to(a.dtype)[:, None] * a
+        along = _weighted(a[None], weight)[0]
         q = along * squares
         sweeps.tangent(self.body, state, {self.body.penalised[0]: q}, sources=sources)
         if self.weight in self.trained:
@@ -286,22 +278,22 @@ def _exact_euclidean(plan: Plan, penalty: Jacobian) -> str | None:
     return coupling(plan)
 
 
-def _columns(plan: Plan, penalty: Jacobian, watch: Any) -> Columns | str:
+def _columns(
+    plan: Plan, penalty: Jacobian, watch: Any, start: tuple[int, ...] | None = None
+) -> Columns:
     softmax = penalty.of == "softmax"
     segment = make_segment(
-        plan, plan.penalised, plan.target, by_rows=False, gram=not softmax, watch=watch
+        plan, start or plan.penalised, plan.target, by_rows=False, gram=not softmax, watch=watch
     )
-    return Columns(segment, _Tip(softmax), plan.target)
+    return Columns(segment, softmax, plan.target)
 
 
 def _waist(plan: Plan, penalty: Jacobian, watch: Any) -> Waist | str:
     cut = _narrowest(plan)
     if cut is None:
         return "no layer between input and output is narrower than both"
-    softmax = penalty.of == "softmax"
     before = make_segment(plan, plan.penalised, cut, by_rows=True, watch=watch)
-    behind = make_segment(plan, (cut,), plan.target, by_rows=False, gram=not softmax, watch=watch)
-    return Waist(before, behind, _Tip(softmax), plan.target)
+    return Waist(before, _columns(plan, penalty, watch, (cut,)))
 
 
 def _narrowest(plan: Plan) -> int | None:
@@ -386,7 +378,7 @@ def _batched(graph: Any, step: Any) -> bool:
         return dims == spatial + 2
     if name in ("pixel_shuffle", "pixel_unshuffle"):
         return dims > 3
-    if name == "layer_norm" or name == "rms_norm":
+    if name in ("layer_norm", "rms_norm"):
         shape = node.args[1] if len(node.args) > 1 else node.kwargs["normalized_shape"]
         return dims > (1 if isinstance(shape, int) else len(shape))
     if name == "constant_pad_nd":

@@ -160,11 +160,10 @@ def explain_jacobian(plan: Plan, penalty: Jacobian, decision: Decision) -> Expla
     seeds, layers = profile.seeds, base.layers
     outputs = plan.graph.shape(plan.target)[1:]
     rows = penalty.projections or (penalty.seed_count((1, *outputs)) + (penalty.of == "softmax"))
-    each = profile.part_operations
     sweeps = {
         "forward": _counts(profile.open_operations, base.sweeps["forward"]["nodes"]),
         f"{seeds} seeds, backward and tangent": _counts(
-            Operations(each.forward * seeds, each.transpose * seeds, each.weight_adjoint * seeds),
+            profile.all_seeds,
             seeds * (base.sweeps["backward"]["nodes"] + base.sweeps["tangent"]["nodes"]),
         ),
         "second": _counts(profile.close_operations, base.sweeps["second"]["nodes"]),

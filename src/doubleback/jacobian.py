@@ -13,7 +13,7 @@ from torch import Tensor
 from .errors import InputError
 from .norms import Norm, SquaredNorm
 from .penalties import Penalty
-from .rules.softmax import softmax_curvature
+from .rules.softmax import softmax_curvature, softmax_derivative
 from .spaces import Euclidean, dual_square
 
 PLANS = ("auto", "rows", "columns", "waist", "diagonal")
@@ -129,12 +129,9 @@ class Jacobian(Penalty):
     def vectors(self, out: Tensor, bank: Tensor) -> Tensor:
         """v⟨i⟩, shaped (seeds, *out.shape)."""
         if self.unit_seeds:
-            size = math.prod(out.shape[1:])
-            hot = (torch.arange(size, device=out.device) == bank[:, None]).to(out.dtype)
-            return hot.reshape(-1, 1, *out.shape[1:]).expand(-1, *out.shape)
+            return unit_vectors(bank, out.shape, out.dtype)
         if self.of == "softmax":
-            s = out.softmax(-1)
-            return s * (bank - (s * bank).sum(-1, keepdim=True))
+            return softmax_derivative(out.softmax(-1), bank)
         return bank.reshape(-1, *out.shape).to(out.dtype)
 
     def head_of(self, out: Tensor, bank: Tensor, h: Tensor) -> Tensor | None:
@@ -151,7 +148,7 @@ class Jacobian(Penalty):
         if self.of == "softmax" and self.projections is None:
             s = out.softmax(-1)
             eye = torch.eye(s.shape[-1], dtype=s.dtype, device=s.device)
-            return [s * (e - (s * e).sum(-1, keepdim=True)) for e in eye]
+            return [softmax_derivative(s, e) for e in eye]
         bank = self.bank(out.detach())
         return [math.sqrt(self.scale(out.shape)) * v for v in self.vectors(out, bank)]
 
@@ -290,6 +287,15 @@ def _check_hilbert(space: Any, penalty: str, name: str) -> None:
             f"{penalty}({name}={space!r}) needs a space with an inner product; an Lᵖ norm with "
             "p ≠ 2 goes with LossGradient and OutputGradient"
         )
+
+
+def unit_vectors(index: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """e⟨i⟩ for each i in `index`, counted in one example of a batch of `shape`, the same for every
+    example: (len(index), *shape)."""
+    batch, *one = shape
+    positions = torch.arange(math.prod(one), device=index.device)
+    hot = (positions == index[:, None]).to(dtype)
+    return hot.reshape(-1, 1, *one).expand(-1, batch, *one)
 
 
 def helmert(size: int, dtype: torch.dtype, device: Any) -> Tensor:

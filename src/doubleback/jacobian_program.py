@@ -12,6 +12,7 @@ of tensors, so it is replayed or compiled like the four sweeps of a single seed.
 from __future__ import annotations
 
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,7 +23,7 @@ from torch import Tensor
 from . import sweeps
 from .bridge import First, Program
 from .candidates import Candidate
-from .errors import InputError, MemoryWarning
+from .errors import MemoryWarning
 from .flatten import Replay
 from .jacobian import SpectralNorm
 from .plan import Plan, make_plan
@@ -46,7 +47,7 @@ class Swept:
 
 
 @dataclass(frozen=True, eq=False)
-class Phases(Program):
+class Phases(Program, ABC):
     """What the programs of this module share: the phases `open` and `close`."""
 
     replay: Replay = field(default_factory=lambda: Replay(False, None))
@@ -57,6 +58,7 @@ class Phases(Program):
         def run(nested: Mapping[int, Tensor]) -> Any:
             watch = sweeps.finite_watch(plan) if self.debug else None
             state = sweeps.forward(plan, self._laid_out(nested), watch)
+            state.values.update(self._shared(state))
             given = {id(t) for t in nested.values()}
             fresh = {v: t for v, t in state.values.items() if id(t) not in given}
             passed = [v for v, t in state.values.items() if id(t) in given]
@@ -127,8 +129,13 @@ class Phases(Program):
         wide = like.dtype if like.dtype == torch.float64 else torch.float32
         return torch.full((batch,), self._base(batch), dtype=wide, device=like.device)
 
+    def _shared(self, state: sweeps.State) -> dict[Any, Tensor]:
+        """What every chunk of seeds reads beside the network's values."""
+        return {}
+
+    @abstractmethod
     def _again(self, swept: Swept, weight: Tensor) -> Sources:
-        raise NotImplementedError
+        """The sources for other weights of the examples than those that `first` knew."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,19 +149,13 @@ class JacobianProgram(Phases):
         self.replay.tick()
         outputs, mutated, swept = self._open(leaves)
         out = swept.values[self.plan.target]
-        self._prepare(swept)
+        swept.bank = self.candidate.bank(swept.state)
         now = keep and self.penalty.reduction != "none"
         values, swept.sources = self._sweep(swept, self._weight(out) if now else None)
         return First(outputs, values, mutated, swept if keep else None)
 
-    def _prepare(self, swept: Swept) -> None:
-        """The seeds, and what every chunk of them reads."""
-
-        def run(values: Any) -> Any:
-            return self.candidate.prepare(sweeps.State(dict(values)))
-
-        swept.bank = self.candidate.bank(swept.state)
-        swept.values.update(self.replay("prepare", run, swept.values))
+    def _shared(self, state: sweeps.State) -> dict[Any, Tensor]:
+        return self.candidate.prepare(state)
 
     def _again(self, swept: Swept, weight: Tensor) -> Sources:
         return self._sweep(swept, weight)[1]
@@ -296,12 +297,3 @@ def _times(t: Tensor, factor: Tensor) -> Tensor:
     if t.dtype in (torch.bfloat16, torch.float16):
         return (t.float() * factor).to(t.dtype)
     return t * factor.to(t.dtype)
-
-
-def check_seed_count(seeds: int, limit: int, insists: bool, cost: str) -> None:
-    """Refuse tens of thousands of seeds unless the user asked for them."""
-    if seeds > limit and not insists:
-        raise InputError(
-            f"the exact Jacobian of this network takes {seeds} seeds, {cost}. Estimate it with "
-            'projections=n, choose outputs with entries=[...], or insist with entries="all"'
-        )

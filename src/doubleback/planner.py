@@ -9,7 +9,7 @@ from .candidates import Candidate, Columns, Rows, Waist, candidates
 from .errors import InputError, PenaltyWarning
 from .flatten import Replay
 from .jacobian import MANY_SEEDS, Jacobian
-from .jacobian_program import JacobianProgram, check_seed_count
+from .jacobian_program import JacobianProgram
 from .plan import Plan
 from .pricing import Profile, free_bytes, profile
 from .segments import Segment
@@ -51,14 +51,23 @@ def plan_jacobian(
     program = programs[name]
     seeds = program.candidate.seeds
     if name == "rows" and penalty.whole:
-        cost = f"{2 * seeds} sweeps through the network for every step"
-        check_seed_count(seeds, MANY_SEEDS, penalty.entries == "all", cost)
+        _check_seeds(seeds, penalty)
     program.chunk[0] = _chunk(program, penalty, profiles, budget)
     if price:  # the chosen one at its own chunk
         profiles[name] = _profile(program, program.chunk[0])
     shortcuts = _shortcuts(program.candidate, penalty)
     decision = Decision(name, program.chunk[0], budget, profiles, excluded, shortcuts)
     return program, decision
+
+
+def _check_seeds(seeds: int, penalty: Jacobian) -> None:
+    """Refuse tens of thousands of seeds unless the user asked for them."""
+    if seeds > MANY_SEEDS and penalty.entries != "all":
+        raise InputError(
+            f"the exact Jacobian of this network takes {seeds} seeds, {2 * seeds} sweeps through "
+            "the network for every step. Estimate it with projections=n, choose outputs with "
+            'entries=[...], or insist with entries="all"'
+        )
 
 
 def _profile(program: JacobianProgram, chunk: int | None = None) -> Profile:
@@ -129,7 +138,7 @@ def _shortcuts(candidate: Candidate, penalty: Jacobian) -> dict[str, str]:
     if isinstance(candidate, (Rows, Columns)):
         segments = [candidate.segment]
     elif isinstance(candidate, Waist):
-        segments = [candidate.before, candidate.behind]
+        segments = [candidate.before, candidate.behind.segment]
         found["narrow waist"] = f"every path crosses a layer of width {candidate.seeds}"
     else:
         found["closed form"] = "Σ g′(z_i)²‖W_i‖²: no work per seed"

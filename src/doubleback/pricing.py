@@ -109,7 +109,6 @@ class Profile:
     open_peak: int
     close_peak: int
     kept: int
-    sources: int
     part_peak: Affine
     fixed_written: int
     part_written: Affine
@@ -132,19 +131,11 @@ class Profile:
         part = self.kept + self.part_peak(min(chunk, self.seeds))
         return round(max(self.open_peak, part, self.close_peak))
 
-    def operations(self) -> Operations:
-        total = Operations()
-        total.add(self.open_operations)
-        total.add(self.close_operations)
-        each = self.part_operations
-        total.add(
-            Operations(
-                each.forward * self.seeds,
-                each.transpose * self.seeds,
-                each.weight_adjoint * self.seeds,
-            )
-        )
-        return total
+    @property
+    def all_seeds(self) -> Operations:
+        """The operations of every seed together."""
+        each, n = self.part_operations, self.seeds
+        return Operations(n * each.forward, n * each.transpose, n * each.weight_adjoint)
 
     def largest_chunk(self, budget: int) -> int:
         """The most seeds at once that stay within `budget` bytes; 0 where not even one does."""
@@ -179,7 +170,7 @@ def profile(program: JacobianProgram, chunk: int | None = None) -> Profile:
     return Profile(
         seeds, program.candidate.divisible, large.open_flops, large.close_flops, flops,
         large.open_operations, large.close_operations, per_seed,
-        large.open_peak, large.close_peak, large.kept, large.sources, cost("part_peak"),
+        large.open_peak, large.close_peak, large.kept, cost("part_peak"),
         large.fixed_written, written,
     )  # fmt: skip
 
@@ -196,7 +187,6 @@ class _Run:
     close_peak: int = 0
     part_peak: int = 0
     kept: int = 0
-    sources: int = 0
     fixed_written: int = 0
     part_written: int = 0
 
@@ -218,12 +208,9 @@ def _run(program: JacobianProgram, size: int) -> _Run:
             )
             outputs, mutated, swept = opened
             del opened, mutated
-            _, more, _, peak = phase(lambda: program._prepare(swept))
-            found.open_flops, found.open_peak = found.open_flops + more, max(found.open_peak, peak)
+            bank = program.candidate.bank(swept.state)[:size]
             found.kept = meter.live
             out = swept.values[program.plan.target]
-            assert swept.bank is not None
-            bank = swept.bank[:size]
             weight = program._weight(out)
             found.fixed_written = meter.written
             result, found.part_flops, found.part_operations, peak = phase(
@@ -237,7 +224,6 @@ def _run(program: JacobianProgram, size: int) -> _Run:
                 values, sources = again
                 del again
             found.part_peak = peak - found.kept
-            found.sources = sum(t.untyped_storage().nbytes() for t in sources.values())
             grads = {program.plan.target: torch.empty_like(out)}
             held, found.close_flops, found.close_operations, found.close_peak = phase(
                 lambda: program._close(swept, sources, values.sum(), grads, keep=False)

@@ -15,6 +15,7 @@ representer of z: ⟨z⟨i⟩, t⟨j⟩⟩ = (JJᵀ)_ij by rows, (JᵀJ)_ij by c
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -25,6 +26,7 @@ from torch import Tensor
 from . import sweeps
 from .counting import counted
 from .graph import Graph
+from .jacobian import unit_vectors
 from .plan import Plan, Step, make_plan
 from .rules import add
 from .spaces import Euclidean, dual_square
@@ -82,7 +84,7 @@ class Segment:
         if self.read is not None:
             picked = state.values[self.read.weight].index_select(0, index)
             return picked[:, None].expand(-1, self.batch, -1)
-        return _basis(self.body.graph, self.stop, index)
+        return self._units(self.stop, index)
 
     def pull(
         self, state: sweeps.State, seeds: Tensor, keep: bool = True
@@ -136,7 +138,7 @@ class Segment:
         if self.read is not None:
             picked = state.values[self.read.weight].index_select(1, index).t()
             return picked[:, None].expand(-1, self.batch, -1)
-        return _basis(self.body.graph, self.start[0], index)
+        return self._units(self.start[0], index)
 
     def push(
         self, state: sweeps.State, seeds: Tensor, keep: bool = True
@@ -182,6 +184,11 @@ class Segment:
         sources[self.read.weight] = before.index_add(axis, index, lines.to(weight.dtype))
 
     # ------------------------------------------------------------------------------- both
+
+    def _units(self, value: int, index: Tensor) -> Tensor:
+        meta = self.body.graph.values[value]
+        assert meta is not None
+        return unit_vectors(index, meta.shape, meta.dtype)
 
     def _representers(self, z: list[Tensor]) -> list[Tensor]:
         if isinstance(self.space, Euclidean):
@@ -232,20 +239,8 @@ def finished(sources: Sources, values: Mapping[Any, Tensor]) -> Sources:
 
 
 def width(graph: Graph, value: int) -> int:
-    width = 1
-    for size in graph.shape(value)[1:]:
-        width *= size
-    return width
-
-
-def _basis(graph: Graph, value: int, index: Tensor) -> Tensor:
-    """e⟨i⟩ at a value, shaped (len(index), *its shape), the same for every example."""
-    meta = graph.values[value]
-    assert meta is not None
-    batch, *shape = meta.shape
-    positions = torch.arange(width(graph, value), device=index.device)
-    hot = (positions == index[:, None]).to(meta.dtype)
-    return hot.reshape(-1, 1, *shape).expand(-1, batch, *shape)
+    """Entries of one example."""
+    return math.prod(graph.shape(value)[1:])
 
 
 def _zero(graph: Graph, value: int, seeds: int) -> Tensor:

@@ -260,7 +260,7 @@ def _guard(sweep: str, step: Step, fn: Callable, *args: Any) -> Any:
         return fn(*args)
     except (DoublebackError, torch.OutOfMemoryError):
         raise
-    except (RuntimeError, NotImplementedError, ValueError, TypeError) as error:
+    except (RuntimeError, ValueError, TypeError) as error:
         if torch.compiler.is_compiling():
             raise
         call = args[0]

@@ -15,6 +15,11 @@ from .table import Call, Rule, Structure, Tensors, overload, tangent_of
 aten = torch.ops.aten
 
 
+def softmax_derivative(s: Tensor, v: Tensor) -> Tensor:
+    """S v = s⊙(v − ⟨s,v⟩) over the last axis, S = diag(s) − ssᵀ; S is symmetric."""
+    return s * (v - (s * v).sum(-1, keepdim=True))
+
+
 def softmax_curvature(s: Tensor, v: Tensor, h: Tensor, dim: int) -> Tensor:
     """∂_u⟨v, S h⟩ with S = diag(s) − ssᵀ, s = softmax(u):
 
