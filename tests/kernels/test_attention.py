@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from doubleback.errors import InputError
-from doubleback.kernels import attention, attention_triton
+from doubleback.kernels import attention, attention_fused, attention_triton
 from doubleback.kernels.attention import (
     attention_backward,
     attention_forward,
@@ -160,7 +160,7 @@ def all_close(found, expected, dtype=torch.float64):
 @pytest.mark.parametrize("name", CASES)
 def test_parity(name, stock, blocks, monkeypatch):
     if not stock:
-        monkeypatch.setattr(attention, "_backend", lambda *_: attention._MATH)
+        monkeypatch.setattr(attention_fused, "choose", lambda *_: attention_fused.MATH)
     primals, tangents, xi, layout = data(CASES[name])
     expected = oracle(primals, tangents, xi, layout)
     with torch.no_grad():
@@ -206,7 +206,7 @@ def test_no_tangent_at_all():
 @pytest.mark.parametrize("stock", [True, False], ids=["stock", "blocked"])
 def test_only_what_is_wanted(wanted, stock, monkeypatch):
     if not stock:
-        monkeypatch.setattr(attention, "_backend", lambda *_: attention._MATH)
+        monkeypatch.setattr(attention_fused, "choose", lambda *_: attention_fused.MATH)
     primals, tangents, xi, layout = data(CASES["gqa causal"])
     _, grads, t, sources = oracle(primals, tangents, xi, layout)
     with torch.no_grad():
@@ -275,7 +275,7 @@ def test_forward_is_pytorchs(name):
         *primals, mask, 0.0, causal, scale=scale, enable_gqa=gqa
     )
     out, (lse, backend, *_) = attention_forward(*primals, mask, causal, scale, gqa)
-    assert backend == attention._FLASH
+    assert backend == attention_fused.FLASH
     assert torch.equal(out, expected)
     assert lse.isfinite().all()
 
@@ -358,7 +358,7 @@ def test_no_matrix_of_all_scores(causal, heads, monkeypatch):
     n, limit = 128, 2048
     for key in attention.BLOCK_ELEMENTS:
         monkeypatch.setitem(attention.BLOCK_ELEMENTS, key, limit)
-    monkeypatch.setattr(attention, "_backend", lambda *_: attention._MATH)
+    monkeypatch.setattr(attention_fused, "choose", lambda *_: attention_fused.MATH)
     case = Case((2, heads[0], n, 4), (2, heads[1], n, 4), causal=causal, gqa=heads[0] != heads[1])
     primals, tangents, xi, layout = data(case)
     with torch.no_grad(), Largest() as seen:
@@ -500,12 +500,12 @@ def test_triton_is_one_operator(kernels):
 
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("width", [64, 20])
-@pytest.mark.parametrize("backend", ["_FLASH", "_EFFICIENT", "_CUDNN"])
+@pytest.mark.parametrize("backend", ["FLASH", "EFFICIENT", "CUDNN"])
 def test_cuda_operators_fit(backend, width, masked, monkeypatch):
     """What CUDA's forward operators return is what their backward takes: shapes, without a GPU."""
-    if masked and backend == "_FLASH":
+    if masked and backend == "FLASH":
         pytest.skip("flash attention has no masks")
-    monkeypatch.setattr(attention, "_backend", lambda *_: getattr(attention, backend))
+    monkeypatch.setattr(attention_fused, "choose", lambda *_: getattr(attention_fused, backend))
     q, k = (torch.empty(2, 3, n, width, dtype=torch.bfloat16, device="meta") for n in (7, 9))
     layout = (torch.empty(7, 9, dtype=torch.bool, device="meta") if masked else None, False)
     out, residual = attention_forward(q, k, k, *layout)

@@ -14,10 +14,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from doubleback.errors import InputError
 from doubleback.kernels import standardisation_triton
+from doubleback.kernels.groups import Groups, Point, eager
 from doubleback.kernels.standardisation import (
-    Groups,
-    Point,
-    eager,
     standardise,
     standardise_backward,
     standardise_second,

@@ -25,18 +25,16 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._C._functorch import peek_interpreter_stack  # pyright: ignore
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn.attention import SDPBackend
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from ..errors import InputError
-from . import attention_triton
+from . import attention_fused, attention_triton
+from .attention_fused import Maybe, Residual
 
 aten = torch.ops.aten
 
@@ -44,20 +42,6 @@ aten = torch.ops.aten
 # program, where every block becomes nodes of its own, has few blocks.
 BLOCK_ELEMENTS = {"cpu": 2**21, "cuda": 2**25, "traced": 2**25}
 _ROWS = 256  # fewer rows make thin products: heads are split before rows are
-
-_MATH, _FLASH, _EFFICIENT, _CUDNN = (
-    int(b.value)
-    for b in (
-        SDPBackend.MATH,
-        SDPBackend.FLASH_ATTENTION,
-        SDPBackend.EFFICIENT_ATTENTION,
-        SDPBackend.CUDNN_ATTENTION,
-    )
-)
-
-Maybe = Tensor | None
-# (log-sum-exp (…, Hq, N) in float32 or float64, backend, *tensors for the backend's own backward)
-Residual = tuple[Any, ...]
 
 
 def attention_forward(
@@ -78,12 +62,12 @@ def attention_forward(
     (torch.Size([2, 4, 7, 8]), torch.Size([2, 4, 7]))
     """
     f = _frame(q, k, v, mask, is_causal, scale, enable_gqa)
-    backend = _backend(f, q, k, v)
-    if backend != _MATH:
-        return _stock_forward(backend, f, q, k, v)
+    backend = attention_fused.choose(f, q, k, v)
+    if backend != attention_fused.MATH:
+        return attention_fused.forward(backend, f, q, k, v)
     (out, lse), _ = f.map(_forward_tile, (f.rows(q),), (f.columns(k), f.columns(v)))
     out = out.reshape(*f.shape, f.n, v.shape[-1]).to(q.dtype)
-    return out, (lse.reshape(*f.shape, f.n), _MATH)
+    return out, (lse.reshape(*f.shape, f.n), attention_fused.MATH)
 
 
 def attention_backward(
@@ -103,8 +87,8 @@ def attention_backward(
     if not any(wanted):
         return None, None, None
     f = _frame(q, k, v, mask, is_causal, scale, enable_gqa)
-    if isinstance(residual, tuple) and residual[1] != _MATH:
-        dq, dk, dv = _stock_backward(f, xi, q, k, v, out, residual, wanted)
+    if isinstance(residual, tuple) and residual[1] != attention_fused.MATH:
+        dq, dk, dv = attention_fused.backward(f, xi, q, k, v, out, residual, wanted)
         return dq, dk, dv
     rows = f.rows(q), f.rows(xi), f.mean(xi, out), _finite(f.lse(residual))
     tile = partial(_backward_tile, wanted=tuple(wanted))
@@ -184,7 +168,7 @@ def _second(xi, tangents, q, k, v, out, residual, layout, want) -> tuple[Any, ..
     return tuple(torch.zeros_like(t) if w and x is None else x for w, x, t in pairs)
 
 
-def _blocked_second(f: _Frame, xi, tangents, q, k, v, out, residual, run) -> list[Maybe]:
+def _blocked_second(f: Frame, xi, tangents, q, k, v, out, residual, run) -> list[Maybe]:
     tq, tk, tv = tangents
     left = right = mean = None
     if tq is not None or tk is not None:
@@ -268,7 +252,7 @@ def _curvature(t: _Tile, p, pu, xi, mean, v, tv) -> tuple[Tensor, Tensor]:
 class _Tile:
     """One block: heads [z0, z1) of the folded axis, rows [i0, i1), columns [0, m)."""
 
-    f: _Frame
+    f: Frame
     z0: int
     z1: int
     i0: int
@@ -339,7 +323,7 @@ class _Tile:
 
 
 @dataclass(frozen=True)
-class _Frame:
+class Frame:
     """Shapes and options; batch and key heads fold into one axis of length z = b·h.
 
     Row tensors (q, ξ, O, …) become (z, g, N, ·), column tensors (k, v, …) become (z, M, ·), where
@@ -442,7 +426,7 @@ class _Frame:
         return sums
 
 
-def _frame(q, k, v, mask, is_causal, scale, enable_gqa) -> _Frame:
+def _frame(q, k, v, mask, is_causal, scale, enable_gqa) -> Frame:
     n, m = q.shape[-2], k.shape[-2]
     lead_q = q.shape[:-2] or (1,)
     lead_k = torch.broadcast_shapes(k.shape[:-2], v.shape[:-2]) or (1,)
@@ -459,7 +443,7 @@ def _frame(q, k, v, mask, is_causal, scale, enable_gqa) -> _Frame:
     wrapped = torch.is_grad_enabled() or transformed
     exact = torch.float64 if q.dtype == torch.float64 else torch.float32
     low = q.dtype in (torch.float16, torch.bfloat16)
-    return _Frame(
+    return Frame(
         shape=(*batch, h * g) if max(q.dim(), k.dim(), v.dim()) > 2 else (),
         batch=batch,
         b=math.prod(batch),
@@ -508,132 +492,3 @@ def _ranges(length: int, step: int) -> Iterator[tuple[int, int]]:
     """[0, step), [step, 2·step), …; one empty range where there is nothing."""
     for i in range(0, max(1, length), step):
         yield i, min(i + step, length)
-
-
-# PyTorch's fused kernels. Each takes (b, heads, length, ·) and keeps its own log-sum-exp and random
-# state (of no dropout) for its backward.
-
-
-def _backend(f: _Frame, q: Tensor, k: Tensor, v: Tensor) -> int:
-    """The kernel that F.scaled_dot_product_attention would choose here, as an SDPBackend."""
-    spread = any(
-        t.shape[:-2] != (*f.batch, heads) for t, heads in ((q, f.h * f.g), (k, f.h), (v, f.h))
-    )
-    foreign = f.mask is not None and f.mask.dtype not in (torch.bool, q.dtype)
-    both = f.mask is not None and f.causal
-    empty = any(t.numel() == 0 for t in (q, k, v))
-    if not f.shape or spread or foreign or both or empty or q.device.type not in ("cpu", "cuda"):
-        return _MATH
-    call = partial(_choice, f, f.heads(q, f.g), f.heads(k), f.heads(v))
-    backend = call()
-    if backend == _CUDNN and f.mask is not None:
-        # cuDNN's masks do not give zeros in rows without a score.
-        torch.backends.cuda.enable_cudnn_sdp(False)
-        try:
-            backend = call()
-        finally:
-            torch.backends.cuda.enable_cudnn_sdp(True)
-    return backend if backend in (_FLASH, _EFFICIENT, _CUDNN) else _MATH
-
-
-def _choice(f: _Frame, q: Tensor, k: Tensor, v: Tensor) -> int:
-    options: Any = {"is_causal": f.causal, "scale": f.scale, "enable_gqa": f.g > 1}
-    like: Any = {"device": q.device}
-    if not f.traced:
-        return aten._fused_sdp_choice(q, k, v, f.mask, **options)
-    # On the tensors of a trace that function knows no device: watch the real choice on fake ones.
-    with _disable_current_modes(), FakeTensorMode(), torch.no_grad(), _Witness() as seen:
-        fakes: Any = [
-            None if t is None else torch.empty_strided(t.shape, t.stride(), **like, dtype=t.dtype)
-            for t in (q, k, v, f.mask)
-        ]
-        F.scaled_dot_product_attention(*fakes, **options)
-    return seen.backend
-
-
-class _Witness(TorchDispatchMode):
-    """Remembers which fused kernel ran."""
-
-    backend = _MATH
-    kernels: ClassVar = {
-        aten._scaled_dot_product_flash_attention_for_cpu.default: _FLASH,
-        aten._scaled_dot_product_flash_attention.default: _FLASH,
-        aten._scaled_dot_product_efficient_attention.default: _EFFICIENT,
-        aten._scaled_dot_product_cudnn_attention.default: _CUDNN,
-    }
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.backend = self.kernels.get(func, self.backend)
-        return func(*args, **(kwargs or {}))
-
-
-def _stock_forward(backend: int, f: _Frame, q, k, v) -> tuple[Tensor, Residual]:
-    width = v.shape[-1]
-    q, k, v, bias = f.heads(q, f.g), f.heads(k), f.heads(v), _bias(backend, f, q)
-    if q.device.type == "cpu":
-        out, *kept = aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, 0.0, f.causal, attn_mask=bias, scale=f.scale
-        )
-    elif backend == _FLASH:
-        r = aten._scaled_dot_product_flash_attention(
-            _pad8(q), _pad8(k), _pad8(v), 0.0, f.causal, scale=f.scale
-        )
-        out, *kept = r[0][..., :width], r[1], r[6], r[7]
-    elif backend == _EFFICIENT:
-        out, *kept = aten._scaled_dot_product_efficient_attention(
-            q, k, v, bias, True, 0.0, f.causal, scale=f.scale
-        )
-    else:
-        r = aten._scaled_dot_product_cudnn_attention(
-            q, k, v, bias, True, 0.0, f.causal, scale=f.scale
-        )
-        out, *kept = r[0], r[1], r[6], r[7]
-    lse = kept[0].squeeze(-1) if kept[0].dim() > 3 else kept[0]
-    lse = lse[..., : f.n].reshape(*f.shape, f.n)
-    return out.reshape(*f.shape, f.n, width), (lse, backend, *kept)
-
-
-def _stock_backward(f: _Frame, xi, q, k, v, out, residual, wanted) -> list[Maybe]:
-    _, backend, lse, *rng = residual
-    shapes = q.shape, k.shape, v.shape
-    bias = _bias(backend, f, q)
-    xi, q, out = (f.heads(t, f.g) for t in (xi, q, out))
-    k, v = f.heads(k), f.heads(v)
-    xi = xi if xi.stride(-1) == 1 else xi.contiguous()
-    if q.device.type == "cpu":
-        grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            xi, q, k, v, out, lse, 0.0, f.causal, attn_mask=bias, scale=f.scale
-        )
-    elif backend == _FLASH:
-        padded = [_pad8(t) for t in (xi, q, k, v, out)]
-        grads = aten._scaled_dot_product_flash_attention_backward(
-            *padded, lse, None, None, f.n, f.m, 0.0, f.causal, *rng, scale=f.scale
-        )
-    elif backend == _EFFICIENT:
-        grads = aten._scaled_dot_product_efficient_attention_backward(
-            xi, q, k, v, bias, out, lse, *rng, 0.0, [*wanted, False], f.causal, scale=f.scale
-        )
-    else:
-        grads = aten._scaled_dot_product_cudnn_attention_backward(
-            xi, q, k, v, out, lse, *rng, bias, None, None, f.n, f.m, 0.0, f.causal, scale=f.scale
-        )
-    pairs = zip(grads[:3], shapes, wanted, strict=True)
-    return [g[..., : s[-1]].reshape(s) if w else None for g, s, w in pairs]
-
-
-def _bias(backend: int, f: _Frame, q: Tensor) -> Maybe:
-    """The mask as a term of the scores, in the layout that `backend` asks for."""
-    if f.mask is None:
-        return None
-    bias = f.mask
-    if bias.dtype == torch.bool:
-        bias = torch.zeros_like(bias, dtype=q.dtype).masked_fill(~bias, -math.inf)
-    if backend != _EFFICIENT:
-        return bias
-    bias = bias.expand(*bias.shape[:-1], f.m)
-    bias = F.pad(bias, (0, -f.m % 16))[..., : f.m]  # rows start at multiples of 16
-    return bias.expand(f.b, f.h * f.g, f.n, f.m)
-
-
-def _pad8(t: Tensor) -> Tensor:
-    return F.pad(t, (0, -t.shape[-1] % 8))

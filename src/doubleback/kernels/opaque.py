@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from . import mode, pointwise_triton
-from .standardisation import Groups, layout, standardise_second
+from .groups import Groups, layout
+from .standardisation import standardise_second
 
 # -------------------------------------------------------------------- g″⊙h⊙ξ in one pass
 

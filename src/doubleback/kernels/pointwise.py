@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from . import pointwise_triton
-from .standardisation import eager, statistics_dtype
+from .groups import eager, statistics_dtype
 
 
 def gelu_second(x: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from doubleback.errors import InputError
-from doubleback.kernels.standardisation import statistics_dtype
+from doubleback.kernels.groups import statistics_dtype
 
 try:
     triton: Any = importlib.import_module("triton")

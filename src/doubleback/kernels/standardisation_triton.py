@@ -29,13 +29,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from doubleback.kernels.standardisation import (
-    Groups,
-    Point,
-    Three,
-    layout,
-    statistics_dtype,
-)
+from doubleback.kernels.groups import Groups, Point, Three, layout, statistics_dtype
 
 try:
     triton: Any = importlib.import_module("triton")

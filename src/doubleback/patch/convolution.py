@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels.standardisation import eager
+from ..kernels.groups import eager
 from ..operators import Convolution
 from .node import Call, Formula, Grads, plain
 

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from ..graph import Ref
 from ..kernels import mode, opaque
-from ..kernels.standardisation import Groups, standardise, standardise_backward
+from ..kernels.groups import Groups
+from ..kernels.standardisation import standardise, standardise_backward
 from .seeded import LOOP, VMAP, choose
 from .structures import generic
 from .table import Call, Rule, Structure, Tensors, overload, tangent_of
