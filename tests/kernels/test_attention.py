@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from doubleback.errors import InputError
-from doubleback.kernels import attention, attention_fused, attention_triton
+from doubleback.kernels import attention, attention_fused, attention_triton, launch
 from doubleback.kernels.attention import (
     attention_backward,
     attention_forward,
@@ -431,7 +431,7 @@ LARGE = {
 @pytest.fixture
 def kernels(monkeypatch):
     """The device for the Triton kernels, which float32 reaches under TF32 alone."""
-    if attention_triton.triton is None or not (CUDA or INTERPRETED):
+    if not launch.available() or not (CUDA or INTERPRETED):
         pytest.skip("needs Triton, and a GPU or TRITON_INTERPRET=1")
     if INTERPRETED:
         monkeypatch.setattr(attention_triton, "supported", lambda *_: True)

@@ -11,6 +11,7 @@ from derivatives import error, samples, second
 from torch.autograd import gradgradcheck
 
 import doubleback as db
+from doubleback.patch import convolution
 
 CONVOLUTIONS = [
     f"nn.functional.conv{kind}{n}d" for kind, n in itertools.product(("", "_transpose"), (1, 2, 3))
@@ -59,6 +60,41 @@ def test_second_and_third_order_are_stock_s(transposed, key):
     expected = second(third, inputs, order=3)
     with db.patched(only=["convolution"]):
         assert error(second(third, inputs, order=3), expected) < 1e-13
+
+
+DENSE = [(False, "2d dilated"), (False, "1d"), (False, "1×1"), (True, "1d"), (True, "2d dilated")]
+
+
+@pytest.mark.parametrize("transposed, key", [*DENSE, (False, "2d grouped strided")])
+def test_the_input_s_derivative_is_itself_a_convolution(transposed, key, monkeypatch):
+    """What cuDNN's convolutions take, tried on the CPU: the first derivative by x alone, twice
+    and three times differentiated, without a node in Python where the groups allow it."""
+    monkeypatch.setattr(convolution, "_by_cudnn", lambda *_: True)
+    shapes = (TRANSPOSED if transposed else SHAPES)[key]
+    function, inputs = problem(*shapes, transposed=transposed)
+
+    def third():
+        y = function()
+        (g,) = torch.autograd.grad((y * y.sin()).sum(), inputs[0], create_graph=True)
+        found = torch.autograd.grad(g.pow(3).sum(), inputs, create_graph=True)
+        again = torch.autograd.grad(sum(f.pow(3).sum() for f in found), inputs)
+        return g, [[g], list(found), list(again)]
+
+    _, expected = third()
+    with db.patched(only=["convolution"]):
+        g, found = third()
+        assert error(found, expected) < 1e-13
+        written = type(g.grad_fn).__name__ == "NodeBackward"
+        assert written == ("groups" in shapes[2])
+
+
+def test_autocast_does_not_change_a_derivative_s_dtype(monkeypatch):
+    monkeypatch.setattr(convolution, "_by_cudnn", lambda *_: True)
+    function, inputs = problem(*SHAPES["1×1"])
+    y = function().square().sum()
+    with db.patched(), torch.autocast("cpu", torch.bfloat16):
+        (g,) = torch.autograd.grad(y, inputs[0], create_graph=True)
+        assert g.dtype == torch.float64 and type(g.grad_fn).__name__ == "NodeBackward"
 
 
 @pytest.mark.parametrize("name", CONVOLUTIONS)

@@ -24,17 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-try:
-    import triton
-    import triton.language as tl
-
-    _jit = triton.jit
-except ImportError:  # CPU builds of torch come without Triton
-    triton = None
-
-    def _jit(kernel):
-        return kernel
-
+from . import mode
+from .launch import available, jit, launch, tl, triton
 
 _MAX_WIDTH = 128
 # BM, BN and warps, such that sums and tiles stay in registers on an H200; and what other devices,
@@ -59,7 +50,7 @@ def supported(mask: Tensor | None, *tensors: Tensor) -> bool:
     """
     first = tensors[0]
     return (
-        triton is not None
+        available()
         and all(t.is_cuda and t.dtype == first.dtype and t.numel() > 0 for t in tensors)
         and first.dtype in _DTYPES
         and (first.dtype != torch.float32 or _tf32())
@@ -121,13 +112,13 @@ def _launch(xi, tq, tk, tv, q, k, v, out, lse, mask, causal, scale, want) -> lis
         name = "means" if walk["SOURCE"] and not walk["SQ"] else "rows"
         size = tiles(name, max(e, ev), q.itemsize, q.device)
         grid = (b * hq * triton.cdiv(n, size["BM"]),)
-        _rows_kernel[grid](*row_tensors, *shared, **common, **size, **walk)
+        launch(_rows_kernel, grid, *row_tensors, *shared, **common, **size, **walk)
     if want[2] or want[3]:
         size = tiles("columns", max(e, ev), q.itemsize, q.device)
         grid = (b * h * triton.cdiv(m, size["BN"]),)
         column_tensors = _with_strides(q, tq, xi, k, tk, v, tv, sk, sv)
         walk = dict(SK=want[2], SV=want[3])
-        _columns_kernel[grid](*column_tensors, *shared, **common, **size, **walk)
+        launch(_columns_kernel, grid, *column_tensors, *shared, **common, **size, **walk)
     return results
 
 
@@ -167,7 +158,7 @@ def _with_strides(*tensors: Tensor | None) -> list[Any]:
     return [x for t in given for x in (t, *t.stride()[:3])]  # type: ignore[union-attr]
 
 
-@_jit
+@jit
 def _load(base, rows, length, stride, width: tl.constexpr, block: tl.constexpr):
     """Rows `rows` of a (length, width) matrix, zero outside, `block` columns wide."""
     lanes = tl.arange(0, block)
@@ -177,7 +168,7 @@ def _load(base, rows, length, stride, width: tl.constexpr, block: tl.constexpr):
     return tl.load(base + rows[:, None] * stride + lanes[None, :], mask=inside, other=0.0)
 
 
-@_jit
+@jit
 def _store(base, value, rows, length, stride, width: tl.constexpr, block: tl.constexpr):
     lanes = tl.arange(0, block)
     inside = (rows[:, None] < length) & (lanes[None, :] < width)
@@ -185,7 +176,7 @@ def _store(base, value, rows, length, stride, width: tl.constexpr, block: tl.con
     tl.store(where, value.to(base.dtype.element_ty), mask=inside)
 
 
-@_jit
+@jit
 def _bilinear(a, ta, b, tb, TA: tl.constexpr, TB: tl.constexpr):
     """a bᵀ and its tangent ta bᵀ + a tbᵀ."""
     y = tl.dot(a, tl.trans(b))
@@ -197,7 +188,7 @@ def _bilinear(a, ta, b, tb, TA: tl.constexpr, TB: tl.constexpr):
     return y, ty
 
 
-@_jit
+@jit
 def _probabilities(
     y, lse, rows, columns, mask, mask_n, mask_m, N, M, scale,
     CAUSAL: tl.constexpr, MASKED: tl.constexpr,
@@ -217,7 +208,7 @@ def _probabilities(
     return tl.where(keep, tl.exp2(exponent), 0.0)
 
 
-@_jit
+@jit
 def _rows_kernel(
     q, q_b, q_h, q_n, tq, tq_b, tq_h, tq_n, xi, xi_b, xi_h, xi_n, out, out_b, out_h, out_n,
     k, k_b, k_h, k_m, tk, tk_b, tk_h, tk_m, v, v_b, v_h, v_m, tv, tv_b, tv_h, tv_m,
@@ -330,7 +321,7 @@ def _rows_kernel(
         tl.store(where + 2 * size, kappa + e, mask=rows < N)
 
 
-@_jit
+@jit
 def _shifts(
     q, tq, xi, k, k_m, tk, tk_m, tv, tv_m, M, scale,
     E: tl.constexpr, EV: tl.constexpr, BE: tl.constexpr, BEV: tl.constexpr,
@@ -353,7 +344,7 @@ def _shifts(
     return c * scale, e
 
 
-@_jit
+@jit
 def _columns_kernel(
     q, q_b, q_h, q_n, tq, tq_b, tq_h, tq_n, xi, xi_b, xi_h, xi_n,
     k, k_b, k_h, k_m, tk, tk_b, tk_h, tk_m, v, v_b, v_h, v_m, tv, tv_b, tv_h, tv_m,
@@ -428,16 +419,15 @@ def _columns_kernel(
         _store(sv + b * sv_b + g * sv_h, sum_v, columns, M, sv_m, EV, BEV)
 
 
-if triton is not None:
-    _SCHEMA = (
-        "(Tensor? xi, Tensor? tq, Tensor? tk, Tensor? tv, Tensor q, Tensor k, Tensor v, "
-        "Tensor out, Tensor lse, Tensor? mask, bool causal, float scale, bool[] want) -> Tensor[]"
-    )
-    _operator = torch.library.custom_op(
-        "doubleback::attention_second", _launch, mutates_args=(), schema=_SCHEMA
-    )
+def _fake(xi, tq, tk, tv, q, k, v, out, lse, mask, causal, scale, want):
+    q, k, v, out = (_rowwise(t) for t in (q, k, v, out))
+    return _empty(want, out, q, k, v)
 
-    @_operator.register_fake
-    def _fake(xi, tq, tk, tv, q, k, v, out, lse, mask, causal, scale, want):
-        q, k, v, out = (_rowwise(t) for t in (q, k, v, out))
-        return _empty(want, out, q, k, v)
+
+mode.opaque(
+    "attention_second(Tensor? xi, Tensor? tq, Tensor? tk, Tensor? tv, Tensor q, Tensor k, "
+    "Tensor v, Tensor out, Tensor lse, Tensor? mask, bool causal, float scale, bool[] want) "
+    "-> Tensor[]",
+    _launch,
+    _fake,
+)

@@ -43,10 +43,12 @@ library = torch.library.Library("doubleback", "FRAGMENT")
 
 
 def opaque(schema: str, launch, fake) -> None:
-    """Define `doubleback::…` with a CUDA kernel and its result's shape."""
+    """Define `doubleback::…` with its kernel (on a CPU: in Triton's interpreter) and the shapes
+    of its results."""
     name = schema.partition("(")[0]
     library.define(schema)
-    library.impl(name, launch, "CUDA")
+    for key in ("CUDA", "CPU"):
+        library.impl(name, launch, key)
     torch.library.register_fake(f"doubleback::{name}", fake, lib=library)
 
 

@@ -7,8 +7,6 @@ Functions marked y are given by their output: `curvature("tanh", y, h, xi)`.
 """
 
 # pyright: reportInvalidTypeForm=false
-import importlib
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -16,17 +14,7 @@ from torch import Tensor
 
 from doubleback.errors import InputError
 from doubleback.kernels.groups import statistics_dtype
-
-try:
-    triton: Any = importlib.import_module("triton")
-    tl: Any = importlib.import_module("triton.language")
-    jit = triton.jit
-except ImportError:  # CPU builds of torch come without Triton; nothing here is called then
-    triton, tl = None, SimpleNamespace(constexpr=None)
-
-    def jit(function: Any) -> Any:
-        return function
-
+from doubleback.kernels.launch import available, jit, launch, tl, triton
 
 BLOCK = 1024
 BITS = 12  # of an exponent that `_integer_power` multiplies out
@@ -37,7 +25,7 @@ def supports(name: str, *tensors: Tensor) -> bool:
     """Whether `curvature` can run: CUDA tensors of one shape, and Triton is there."""
     first = tensors[0]
     return (
-        triton is not None
+        available()
         and name in TABLE
         and all(t.is_cuda and t.device == first.device for t in tensors)
         and all(t.dtype in DTYPES and t.shape == first.shape for t in tensors)
@@ -61,12 +49,11 @@ def curvature(name: str, z: Tensor, h: Tensor, xi: Tensor, *params: float) -> Te
         return out
     flat = [t if _same_layout(t, out) else torch.empty_like(out).copy_(t) for t in (z, h, xi)]
     function, (a, b, c) = _resolve(name, *params)
-    with torch.cuda.device_of(z):
-        _curvature_kernel[(triton.cdiv(z.numel(), BLOCK),)](
-            *flat, out, z.numel(),
-            SECOND=function, A=a, B=b, C=c, SIZE=BLOCK,
-            ACC=tl.float64 if statistics_dtype(z) == torch.float64 else tl.float32,
-        )  # fmt: skip
+    launch(
+        _curvature_kernel, (triton.cdiv(z.numel(), BLOCK),), *flat, out, z.numel(),
+        SECOND=function, A=a, B=b, C=c, SIZE=BLOCK,
+        ACC=tl.float64 if statistics_dtype(z) == torch.float64 else tl.float32,
+    )  # fmt: skip
     return out
 
 

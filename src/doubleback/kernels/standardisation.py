@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ..errors import InputError
+from . import launch, standardisation_triton
 from .groups import HALF, Groups, Point, Three, cast, eager, statistics_dtype
 from .standardisation_paths import (
     parameter_sum,
@@ -140,11 +141,8 @@ def standardise_second(
     if xi is None and any(mask[1:]):
         raise InputError("standardise_second: s_x and s_w need the cotangent xi, which is None")
     at = Point.of(groups, x, mean, rstd, weight)
-    if fused and x.is_cuda and x.numel():
-        from doubleback.kernels import standardisation_triton
-
-        if standardisation_triton.available():
-            return standardisation_triton.second(at, xi, q, mask)
+    if fused and x.is_cuda and x.numel() and launch.available():
+        return standardisation_triton.second(at, xi, q, mask)
     compute = second_on_cpu if fused and x.is_cpu and x.numel() else second_formula
     t_y, s_x, s_w = compute(at.in_statistics_dtype(), q if xi is None else xi, q, mask)
     return cast(t_y, x), cast(s_x, x), None if weight is None else cast(s_w, weight)

@@ -6,18 +6,28 @@ these three,
     ⟨u, dx⟩ + ⟨τ, dθ⟩ + ⟨β, db⟩ = ⟨K(θ, u) + K(τ, x) + β, ξ⟩,
 
 so ξ̄ = K(θ, u) + β + K(τ, x), x̄ = Kᵀ(τ, ξ), θ̄ = K□(u, ξ). All three are differentiable again.
+
+Where only dx is asked for, as by a gradient penalty, it is itself a (transposed) convolution of ξ
+with θ, and the double backward is that convolution's first: PyTorch's own node, with the same
+kernels and no Python. cuDNN computes both alike; depthwise kernels have no transposed form, and
+CPUs compute the two by different kernels.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import _C, Tensor
+from torch._C._functorch import peek_interpreter_stack  # pyright: ignore
+from torch.autograd import forward_ad
 
 from ..kernels.groups import eager
 from ..operators import Convolution
-from .node import Call, Formula, Grads, plain
+from .node import Call, Formula, Grads, derivative_kernel, plain
+
+aten = torch.ops.aten
 
 
 def _operator(call: Call) -> Convolution:
@@ -80,6 +90,61 @@ def _slow_when_contiguous(K: Convolution, u, tau, xi, x, weight) -> bool:
     return weight.dtype in (torch.float32, torch.bfloat16) and not fast
 
 
+def kernel(formula: Formula, stock: Any) -> Callable:
+    """`derivative_kernel`, with dx alone as a convolution of its own."""
+    general = derivative_kernel(formula, stock)
+    call_stock = stock.call_boxed
+
+    def run(keyset, *args, **kwargs):
+        if not _C.is_grad_enabled() and forward_ad._current_level < 0:
+            return call_stock(keyset, *args, **kwargs)
+        if kwargs or args[-1] != [True, False, False] or not _is_one_convolution(*args[:-1]):
+            return general(keyset, *args, **kwargs)
+        xi, x, weight, _, stride, padding, dilation, transposed, _, groups = args[:-1]
+        missing = _missing(xi, x, weight, stride, padding, dilation, transposed)
+        options = (stride, padding, dilation, not transposed, missing, groups)
+        return aten.convolution.default(xi, weight, None, *options), None, None
+
+    return run
+
+
+def _is_one_convolution(
+    xi, x, weight, bias_sizes, stride, padding, dilation, transposed, output_padding, groups
+) -> bool:
+    """Whether dx is computed by the kernel of a convolution of ξ, here and now."""
+    return (
+        _by_cudnn(xi, x, weight)
+        and groups == 1
+        and len(stride) == len(padding) == len(dilation) == xi.dim() - 2
+        and not torch.is_autocast_enabled(weight.device.type)
+        and forward_ad._current_level < 0
+        and peek_interpreter_stack() is None
+        and not (transposed and any(p >= s for p, s in zip(output_padding, stride, strict=True)))
+    )
+
+
+def _by_cudnn(*tensors: Tensor) -> bool:
+    return (
+        torch.backends.cudnn.enabled
+        and all(t.is_cuda and t.dtype == tensors[0].dtype for t in tensors)
+        and plain(*tensors)
+        and tensors[0].dim() == 4
+        and tensors[0].numel() > 0
+    )
+
+
+def _missing(xi, x, weight, stride, padding, dilation, transposed) -> list[int]:
+    """Rows and columns of x that a strided convolution did not reach: dx has them too."""
+    if transposed:
+        return [0] * len(stride)
+    return [
+        size - ((n - 1) * s - 2 * p + d * (k - 1) + 1)
+        for size, n, k, s, p, d in zip(
+            x.shape[2:], xi.shape[2:], weight.shape[2:], stride, padding, dilation, strict=True
+        )
+    ]
+
+
 def _accepts(a: dict[str, Any]) -> bool:
     return plain(a["grad_output"], a["input"], a["weight"]) and a["grad_output"].dim() > 2
 
@@ -91,5 +156,6 @@ FORMULAS = [
         "weight gradient by the filter-gradient kernel, all groups at once",
         _second,
         _accepts,
+        kernel=kernel,
     )
 ]

@@ -1,0 +1,70 @@
+"""Triton where it is installed, and its kernels launched again without looking them up.
+
+Triton reads the type, value and alignment of every argument at every launch to find the compiled
+kernel, which for the twenty or more arguments here takes longer than a small kernel runs.
+`launch` keeps what it found under the numbers, constants and dtypes of a call. Pointers off a
+16-byte boundary, for which Triton compiles another kernel, take its own way.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+try:
+    triton: Any = importlib.import_module("triton")
+    tl: Any = importlib.import_module("triton.language")
+except ImportError:  # CPU builds of torch come without Triton; no kernel is called then
+    triton, tl = None, SimpleNamespace(constexpr=None)
+
+
+def _unchanged(function: Any) -> Any:
+    return function
+
+
+jit: Any = _unchanged if triton is None else triton.jit
+
+_found: dict[tuple[Any, ...], Any] = {}
+
+
+def available() -> bool:
+    """Whether Triton is installed."""
+    return triton is not None
+
+
+def launch(kernel: Any, grid: Sequence[int], *arguments: Any, **constants: Any) -> None:
+    """`kernel[grid](*arguments, **constants)` on the device of the first tensor.
+
+    arguments: tensors, numbers and None, in the kernel's order; constants: its tl.constexpr
+    parameters, num_warps and num_stages.
+    """
+    if not isinstance(kernel, triton.JITFunction):  # Triton's interpreter
+        kernel[grid](*arguments, **constants)
+        return
+    device = next(a.get_device() for a in arguments if isinstance(a, Tensor))
+    if device != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            launch(kernel, grid, *arguments, **constants)
+        return
+    kinds, pointers = [], 0
+    for a in arguments:
+        if isinstance(a, Tensor):
+            kinds.append(a.dtype)
+            pointers |= a.data_ptr()
+        else:
+            kinds.append(a)
+    values = [constants[name] for name in kernel.arg_names[len(arguments) :]]
+    options = (constants.get(name) for name in ("num_warps", "num_stages"))
+    key = (kernel, device, *kinds, *values, *options)
+    compiled = None if pointers & 15 else _found.get(key)
+    if compiled is not None:
+        compiled[(*grid, 1, 1)[:3]](*arguments, *values)
+        return
+    compiled = kernel[grid](*arguments, **constants)
+    if not pointers & 15 and isinstance(compiled, triton.compiler.CompiledKernel):
+        _found[key] = compiled
