@@ -21,21 +21,27 @@ from torch.autograd.function import _SingleLevelFunction
 
 KEYS = ("AutogradCPU", "AutogradCUDA")
 Grads = Sequence[Tensor | None]
+_AFTER = _C._after_autograd_keyset
 
 
-@dataclass(frozen=True)
 class Call:
     """The arguments of B by name, which of them need a cotangent, and B's results if kept."""
 
-    arguments: dict[str, Any]
-    needed: dict[str, bool]
-    results: tuple[Tensor | None, ...] = ()
+    __slots__ = ("arguments", "needed", "results")
+
+    def __init__(
+        self,
+        arguments: dict[str, Any],
+        needed: dict[str, bool],
+        results: tuple[Tensor | None, ...] = (),
+    ) -> None:
+        self.arguments, self.needed, self.results = arguments, needed, results
 
     def __getitem__(self, name: str) -> Any:
         return self.arguments[name]
 
-    def needs(self, *names: str) -> bool:
-        return any(self.needed[name] for name in names)
+    def needs(self, name: str) -> bool:
+        return self.needed[name]
 
 
 @dataclass(frozen=True)
@@ -73,10 +79,10 @@ class Formula:
 
 def plain(*tensors: Any) -> bool:
     """Whether all are real, dense tensors."""
-    return all(
-        t is None or (t.layout == torch.strided and not t.is_complex() and not t.is_quantized)
-        for t in tensors
-    )
+    for t in tensors:
+        if t is not None and (t.layout != torch.strided or t.is_complex() or t.is_quantized):
+            return False
+    return True
 
 
 def is_dual(*tensors: Any) -> bool:
@@ -98,7 +104,7 @@ def again(*tensors: Any) -> bool:
 
 def below(op: Any, keyset: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """The operator without this level of autograd; torch.func's levels below keep theirs."""
-    keyset = keyset & _C._after_autograd_keyset
+    keyset = keyset & _AFTER
     if peek_interpreter_stack() is None:
         with _C._AutoDispatchBelowAutograd():
             return op.redispatch(keyset, *args, **kwargs)
@@ -127,34 +133,35 @@ class Node(_SingleLevelFunction):
     @staticmethod
     def forward(ctx, site, keyset, arguments, args, kwargs, *tensors):
         result = below(site.op, keyset, args, kwargs)
-        keeps = site.formula.keeps
         ctx.site, ctx.options = site, {name: arguments[name] for name in site.options}
-        ctx.save_for_backward(*tensors, *(result[i] for i in keeps))
+        ctx.save_for_backward(*tensors, *(result[i] for i in site.formula.keeps))
         ctx.set_materialize_grads(False)
         return result
 
     @staticmethod
     def backward(ctx, *cotangents):
-        site, saved = ctx.site, ctx.saved_tensors
+        site, saved, needs = ctx.site, ctx.saved_tensors, ctx.needs_input_grad[5:]
         names = site.tensors
-        needed = dict(zip(names, ctx.needs_input_grad[5:], strict=True))
         grads: dict[str, Any] = {}
         if any(c is not None for c in cotangents):
-            arguments = ctx.options | dict(zip(names, saved, strict=False))
-            call = Call(arguments, needed, saved[len(names) :])
+            arguments = {**ctx.options, **dict(zip(names, saved, strict=False))}
+            call = Call(arguments, dict(zip(names, needs, strict=True)), saved[len(names) :])
             if last():
                 with _C._AutoDispatchBelowAutograd():
                     grads = site.formula.second(call, cotangents)
             else:
                 grads = site.formula.second(call, cotangents)
-        found = (grads.get(name) if wanted else None for name, wanted in needed.items())
+        found = [grads.get(n) if need else None for n, need in zip(names, needs, strict=True)]
         return (None, None, None, None, None, *found)
 
 
 def last() -> bool:
     """Whether no derivative of any kind can be taken of what is computed now."""
-    plain = not torch.is_grad_enabled() and peek_interpreter_stack() is None
-    return plain and forward_ad._current_level < 0
+    return (
+        not _C.is_grad_enabled()
+        and forward_ad._current_level < 0
+        and peek_interpreter_stack() is None
+    )
 
 
 @dataclass(frozen=True)
@@ -183,27 +190,31 @@ class Site:
 
     def arguments(self, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
         """By name, with the defaults, which a dispatcher leaves out."""
-        return self.defaults | dict(zip(self.positional, args, strict=False)) | kwargs
+        return {**self.defaults, **dict(zip(self.positional, args, strict=False)), **kwargs}
 
 
 def derivative_kernel(formula: Formula, stock: Any) -> Callable:
-    """The autograd kernel of the operator, in front of `stock`."""
+    """The autograd kernel of the operator, in front of `stock`.
+
+    Every call of the operator comes here, so what most calls need is asked first.
+    """
     site, apply = Site.of(formula, formula.overload()), getattr(Node, "apply")  # noqa: B009
     call_stock, accepts, names = stock.call_boxed, formula.accepts, site.tensors
 
     def kernel(keyset, *args, **kwargs):
-        differentiated = _C.is_grad_enabled() and _C._any_requires_grad(*args, **kwargs)
-        if not differentiated and forward_ad._current_level < 0:
-            return call_stock(keyset, *args, **kwargs)
-        dual = is_dual(*args, *kwargs.values())
-        if (dual and formula.composite is None) or not (dual or differentiated):
+        differentiable = _C.is_grad_enabled()
+        if not differentiable and forward_ad._current_level < 0:
             return call_stock(keyset, *args, **kwargs)
         arguments = site.arguments(args, kwargs)
+        tensors = [arguments[name] for name in names]
+        dual = is_dual(*tensors)
+        differentiated = differentiable and any(t is not None and t.requires_grad for t in tensors)
+        if (dual and formula.composite is None) or not (dual or differentiated):
+            return call_stock(keyset, *args, **kwargs)
         if not accepts(arguments):
             return call_stock(keyset, *args, **kwargs)
         if dual:
             return formula.composite(arguments)  # type: ignore[misc]
-        tensors = [arguments[name] for name in names]
         if peek_interpreter_stack() is None:
             return apply(site, keyset, arguments, args, kwargs, *tensors)
         with enable_single_level_autograd_function():

@@ -27,7 +27,7 @@ from ..kernels.standardisation import (
     standardise_second,
     statistics,
 )
-from .node import Call, Formula, Grads, again, below, is_dual, plain, through
+from .node import Call, Formula, Grads, again, below, is_dual, last, plain, through
 
 aten = torch.ops.aten
 Arguments = dict[str, Any]
@@ -37,24 +37,33 @@ Arguments = dict[str, Any]
 
 
 def _first(a: Arguments, *names: str) -> Any:
-    return next(a[name] for name in names if name in a)
+    for name in names:
+        if name in a:
+            return a[name]
+    raise KeyError(names)
 
 
 def _xi_name(a: Arguments) -> str:
     return "grad_out" if "grad_out" in a else "grad_output"
 
 
+_BATCH = Groups.batch_norm()
+
+
 def _groups(a: Arguments) -> Groups:
     if "normalized_shape" in a:
         make = Groups.layer_norm if "bias" in a else Groups.rms_norm
         return make(a["normalized_shape"])
-    return Groups.group_norm(a["group"]) if "group" in a else Groups.batch_norm()
+    return Groups.group_norm(a["group"]) if "group" in a else _BATCH
+
+
+def _rstd(a: Arguments) -> Any:
+    return _first(a, "rstd", "save_invstd", "save_var")
 
 
 def _point(a: Arguments) -> Point:
     mean = a.get("mean", a.get("save_mean"))
-    rstd = _first(a, "rstd", "save_invstd", "save_var")
-    return Point(_groups(a), a["input"], mean, rstd, a["weight"])
+    return Point(_groups(a), a["input"], mean, _rstd(a), a["weight"])
 
 
 def _trains(a: Arguments) -> bool:
@@ -69,7 +78,7 @@ def _second(call: Call, cotangents: Grads) -> dict[str, Any]:
     a = call.arguments
     if not _trains(a):
         return _second_in_eval(call, cotangents)
-    if again(*a.values(), *cotangents):
+    if not last() and again(*a.values(), *cotangents):
         return through(_composite, call, cotangents)
     name, at = _xi_name(a), _point(a)
     xi, (u, tau, beta) = a[name], (*cotangents, None)[:3]
@@ -148,10 +157,10 @@ def _running(a: Arguments) -> tuple[Tensor, Tensor, Tensor | None]:
 
 
 def _accepts(a: Arguments) -> bool:
-    at = _point(a)
-    known = at.rstd is not None if _trains(a) else a["running_var"] is not None
-    empty = at.x.numel() == 0 and (at.groups.kind != "rows" or 0 in at.groups.shape)
-    return known and not empty and plain(a[_xi_name(a)], at.x, at.rstd, at.weight)
+    x, rstd = a["input"], _rstd(a)
+    known = rstd is not None if _trains(a) else a["running_var"] is not None
+    empty = x.numel() == 0 and 0 in a.get("normalized_shape", (0,))
+    return known and not empty and plain(a[_xi_name(a)], x, rstd, a["weight"])
 
 
 _WHY = "one closed form in a few fused passes, and right in forward mode"
