@@ -343,6 +343,16 @@ def test_predicted_memory_is_taken(name):
         assert abs(peak_of_a_step(model, x) / told - 1) <= 0.15
 
 
+@pytest.mark.parametrize("sizes", [[60, 40, 6, 40, 60], [90, 120]], ids=["auto-encoder", "encoder"])
+def test_predicted_memory_of_wide_layers_is_that_of_flat_sweeps(sizes):
+    """Weights outweigh activations here, and flat sweeps add products in place."""
+    net, x = mlp(sizes), torch.randn(8, sizes[0])
+    model = db.Penalised(net, db.Jacobian(), flatten_after=0)
+    told = model.explain(x).as_dict()["peak_bytes"]
+    peak_of_a_step(model, x)  # flattens
+    assert abs(told / peak_of_a_step(model, x) - 1) <= 0.12
+
+
 def test_memory_does_not_grow_with_the_number_of_outputs():
     """At a fixed chunk, beyond what is C-sized itself: the output, the gradient handed to it, and
     the last layer's source before and after a chunk is added."""

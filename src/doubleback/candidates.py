@@ -117,9 +117,10 @@ class Columns:
         h, z, t, moved = self.push(state, bank, weight is not None)
         values = _summed(z * t)
         if weight is not None:
-            along = [_weighted(t, weight), _weighted(h, weight) if self.segment.gram else h]
-            del z, t
-            self.pull_back(state, bank, h, along, moved, sources)
+            along = [_weighted(t, weight), _weighted(h, weight) if self.segment.gram else None]
+            end = [h] if self.reads_end else []
+            del h, z, t
+            self.pull_back(state, bank, end, along, moved, sources)
         return values
 
     def push(
@@ -132,17 +133,25 @@ class Columns:
         u = softmax_derivative(state.values[self.target].softmax(-1), h)
         return h, u, u, moved
 
+    @property
+    def reads_end(self) -> bool:
+        """Whether `pull_back` needs h."""
+        return self.softmax or self.segment.gram is not None
+
     def pull_back(
-        self, state: sweeps.State, bank: Tensor, h: Tensor, along: list[Tensor],
+        self, state: sweeps.State, bank: Tensor, end: list[Tensor], along: list[Tensor | None],
         moved: dict[int, tuple], sources: Sources,
     ) -> None:  # fmt: skip
-        """Cotangents back, along = [(2ḡ·mix) t, (2ḡ·mix) h], which is used up."""
+        """Cotangents back, along = [(2ḡ·mix) t, (2ḡ·mix) h or None]; end = [h] where it is read.
+        Both are used up."""
         w, weighted = along
         along.clear()
-        head = None
+        assert w is not None
+        h, head = end.pop() if end else None, None
         if self.softmax:
             s = state.values[self.target].softmax(-1)
             if self.target in self.segment.trained:
+                assert h is not None
                 head = softmax_curvature(s, w, h, -1).sum(0)
             w = softmax_derivative(s, w)
         self.segment.pull_back(state, bank, h, w, weighted, moved, sources)
@@ -181,15 +190,15 @@ class Waist:
         if weight is None:
             return values
         gram = self.behind.segment.gram
-        along = [_weighted(_mix(n, t), weight), _weighted(_mix(n, h), weight) if gram else h]
-        del z, t
-        self.behind.pull_back(state, bank, h, along, moved, sources)
-        del h
+        along = [_weighted(_mix(n, t), weight), _weighted(_mix(n, h), weight) if gram else None]
+        end = [h] if self.behind.reads_end else []
+        if not self.before.gram:
+            rows = []
+        del h, z, t, n
+        self.behind.pull_back(state, bank, end, along, moved, sources)
         q = [_weighted(_mix(m, part), weight) for part in representers]
         mixed = [_weighted(_mix(m, part), weight) for part in rows] if self.before.gram else []
         del representers
-        if not self.before.gram:
-            rows = []
         self.before.push_back(state, bank, rows, q, mixed, sources)
         return values
 

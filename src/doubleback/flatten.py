@@ -143,10 +143,13 @@ def _same_as_input(node: torch.fx.Node) -> torch.fx.Node | None:
     return source if same else None  # type: ignore[return-value]
 
 
+NEAR = 12  # operators
+
+
 def _near(earlier: torch.fx.Node, later: torch.fx.Node) -> bool:
     """So close that computing the earlier one later keeps nothing alive for long."""
     node = later
-    for _ in range(12):
+    for _ in range(NEAR):
         node = node.prev
         if node is earlier:
             return True

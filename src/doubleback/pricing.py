@@ -9,6 +9,7 @@ number of seeds swept at once, so two sizes give all others.
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,7 @@ from torch.utils.flop_counter import flop_registry
 
 from .bridge import Program
 from .counting import Operations, recording
+from .flatten import NEAR
 from .jacobian_program import JacobianProgram
 from .plan import Plan
 
@@ -29,20 +31,32 @@ FLOPS_PER_BYTE = 20  # a few on a CPU, 80 to 200 on a GPU; ranks plans, predicts
 
 
 class Meter(TorchDispatchMode):
-    """Counts FLOPs and live bytes of everything executed inside."""
+    """Counts FLOPs and live bytes of everything executed inside.
 
-    def __init__(self, known: Iterable[Tensor] = ()) -> None:
+    joins: foretell flattened sweeps, which compute a matrix product and the sum that it soon goes
+    into by one `addmm` (flatten.py): the product is not held. So the last few maxima stay open for
+    correction.
+    """
+
+    def __init__(self, known: Iterable[Tensor] = (), *, joins: bool = False) -> None:
         """known: tensors that exist already and are not counted, nor are views of them."""
         super().__init__()
+        self.joins = joins
         self.flops = 0
         self.written = 0
         self.live = 0
-        self.peak = 0
+        self._highest = 0
+        self._recent: deque[int] = deque([0])  # most live bytes during the last operators
+        self._products: dict[int, int] = {}  # storage of a product → operators ago
         self._users: dict[int, int] = {}
         self._known = {t.untyped_storage()._cdata for t in known}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        self._recent.append(self.live)
+        if len(self._recent) > NEAR:
+            self._highest = max(self._highest, self._recent.popleft())
+        self._products = {k: ago + 1 for k, ago in self._products.items() if ago < NEAR - 1}
         out = func(*args, **kwargs)
         formula = flop_registry.get(getattr(func, "_overloadpacket", None))
         if formula is not None:
@@ -50,7 +64,34 @@ class Meter(TorchDispatchMode):
         for t in pytree.tree_leaves(out):
             if isinstance(t, Tensor):
                 self.hold(t)
+        if self.joins and func is torch.ops.aten.mm.default:
+            self._products[out.untyped_storage()._cdata] = 0
+        elif func is torch.ops.aten.add.Tensor and not kwargs:
+            self._join(*args)
         return out
+
+    @property
+    def peak(self) -> int:
+        """The most bytes alive at once since `restart`."""
+        return max(self._highest, *self._recent)
+
+    def restart(self) -> None:
+        self._highest, self._recent = 0, deque([self.live])
+        self._products.clear()
+
+    def _join(self, left: Any, right: Any) -> None:
+        """left + right, one of which may be a product that need not have existed."""
+        if not (isinstance(left, Tensor) and isinstance(right, Tensor)):
+            return
+        if left.shape != right.shape or left.dtype != right.dtype:
+            return
+        for t in (left, right):
+            ago = self._products.pop(t.untyped_storage()._cdata, None)
+            if ago is not None:
+                size = t.untyped_storage().nbytes()
+                for i in range(len(self._recent) - 1 - ago, len(self._recent)):
+                    self._recent[i] -= size
+                return
 
     def hold(self, t: Tensor) -> None:
         """Follow the storage of `t` until its last tensor is gone."""
@@ -62,7 +103,7 @@ class Meter(TorchDispatchMode):
             self._users[key] = 0
             self.written += size
             self.live += size
-            self.peak = max(self.peak, self.live)
+            self._recent[-1] = max(self._recent[-1], self.live)
         self._users[key] += 1
         weakref.finalize(t, self._release, key, size).atexit = False
 
@@ -195,10 +236,11 @@ def _run(program: JacobianProgram, size: int) -> _Run:
     found = _Run()
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         leaves = _fake_leaves(program.plan)
-        with Meter(leaves.values()) as meter:
+        with Meter(leaves.values(), joins=True) as meter:
 
             def phase(fn: Callable[[], Any]) -> tuple[Any, int, Operations, int]:
-                before, meter.peak = meter.flops, meter.live
+                before = meter.flops
+                meter.restart()
                 with recording() as operations:
                     result = fn()
                 return result, meter.flops - before, operations, meter.peak
@@ -248,7 +290,7 @@ def price(program: Program, extra: Sequence[Any]) -> Price:
     with mode, torch.no_grad():
         leaves = _fake_leaves(program.plan)
         more = pytree.tree_map_only(Tensor, mode.from_tensor, tuple(extra))
-        with Meter(leaves.values()) as meter, recording() as operations:
+        with Meter(leaves.values(), joins=True) as meter, recording() as operations:
             outputs, values, _, state = program.first(leaves, more)
             seeds = {
                 v: torch.empty_like(t)

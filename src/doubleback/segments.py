@@ -158,16 +158,18 @@ class Segment:
         self,
         state: sweeps.State,
         index: Tensor,
-        h: Tensor,
+        h: Tensor | None,
         w: Tensor,
-        weighted: Tensor,
+        weighted: Tensor | None,
         moved: dict[int, tuple],
         sources: Sources,
     ) -> None:
-        """Cotangents w = (2ḡ·mix) t back through the body; `sources` gains theirs."""
+        """Cotangents w = (2ḡ·mix) t back through the body; `sources` gains theirs. Only the Gram
+        layer reads h and weighted."""
         count = w.shape[0]
         xi = sweeps.pull(self.body, state, w, moved, seeds=count, sources=sources)
         if self.gram is not None:
+            assert weighted is not None and h is not None
             self._gram_source(sources, weighted, h)
         if self.read is not None and self.read.weight in self.trained and xi[0] is not None:
             counted(weight_adjoint=count)
