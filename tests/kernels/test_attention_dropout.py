@@ -6,13 +6,13 @@ import itertools
 
 import pytest
 import torch
-import torch.nn.functional as F
 from test_attention import BLOCKS, CASES, LARGE, Case, Largest, all_close, close, data, oracle
 
 from doubleback.errors import PatchError
 from doubleback.kernels import attention, attention_fused
 from doubleback.kernels.attention import attention_forward, attention_second
 from doubleback.kernels.attention_fused import BITS, Dropout
+from dropout import provider
 
 P = 0.3
 STEPS = {"whole": 6 * 64, "parts": 6}
@@ -25,21 +25,13 @@ def blocks(request, monkeypatch):
             monkeypatch.setitem(attention.BLOCK_ELEMENTS, key, BLOCKS[request.param])
 
 
-def pack(keep, first, step):
-    """The columns [first, first + step) in codes."""
-    part = keep[..., first : first + step]
-    part = F.pad(part, (0, step - part.shape[-1])).unflatten(-1, (-1, BITS))
-    return (part * 2 ** torch.arange(BITS)).sum(-1).to(torch.uint8)
-
-
 def known(primals, layout, step, p=P):
     """A random mask as Z and as its provider."""
     f = attention._frame(*primals, *layout)
     generator = torch.Generator().manual_seed(7)
     keep = torch.rand(*f.batch, f.h * f.g, f.n, f.m, generator=generator) >= p
-    dropout = Dropout(p, step, lambda first: pack(keep, first, step))
     z = keep.double() / (1 - p)
-    return z if f.shape else z[0], dropout
+    return z if f.shape else z[0], provider(keep, p, step)
 
 
 def saved_by_a_kernel(primals, layout, expected):
