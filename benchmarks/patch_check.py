@@ -106,14 +106,16 @@ def without_cudnn() -> Iterator[None]:
         torch.backends.cudnn.enabled = before
 
 
-def recurrent(name: str) -> Callable[..., Tensor]:
-    """Two layers, 8 inputs, 16 hidden units."""
+def recurrent(name: str, sizes: list[int] | None) -> Callable[..., Tensor]:
+    """Two layers, 8 inputs, 16 hidden units; with `sizes`, packed sequences."""
 
     def function(x: Tensor, *weights: Tensor) -> Tensor:
-        h = x.new_zeros(2, x.shape[1], 16)
+        h = x.new_zeros(2, sizes[0] if sizes else x.shape[1], 16)
         state = (h, h) if name == "lstm" else h
-        weights = tuple(0.3 * w for w in weights)
-        return getattr(torch._VF, name)(x, state, weights, True, 2, 0.0, True, False, False)[0]
+        weights, network = tuple(0.3 * w for w in weights), getattr(torch._VF, name)
+        if sizes:
+            return network(x, torch.tensor(sizes), state, weights, True, 2, 0.0, True, False)[0]
+        return network(x, state, weights, True, 2, 0.0, True, False, False)[0]
 
     return function
 
@@ -128,14 +130,14 @@ def dropped(backend: SDPBackend, dtype: torch.dtype, causal: bool) -> tuple[Call
         return F.scaled_dot_product_attention(q, k, v, dropout_p=rate, is_causal=causal)
 
     def unfused(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        like = (t.detach().to(dtype) for t in (q, k, v))
-        kernel = int(backend.value)
+        like, kernel, given = (t.detach().to(dtype) for t in (q, k, v)), int(backend.value), q.dtype
         seed, offset = (state, state) if kernel == FLASH else state.unbind()
+        q, k, v = (t.to(torch.promote_types(given, torch.float32)) for t in (q, k, v))
         z = recovered(kernel, rate, *like, seed, offset).dense(k.shape[-2], q.dtype)
         scores = q @ k.mT * q.shape[-1] ** -0.5
         if causal:
             scores = scores.masked_fill(torch.ones_like(scores).triu(1).bool(), -torch.inf)
-        return (z * scores.softmax(-1)) @ v
+        return ((z * scores.softmax(-1)) @ v).to(given)
 
     return fused, unfused
 
@@ -186,11 +188,13 @@ def cases() -> Iterator[Case]:
                     stock=unfused,
                 )  # fmt: skip
     for name, kind in (("lstm", nn.LSTM), ("gru", nn.GRU), ("rnn_tanh", nn.RNN)):
-        shapes = [(7, 4, 8), *(tuple(p.shape) for p in kind(8, 16, 2).parameters())]
-        yield Case(
-            f"{name} of cuDNN", recurrent(name), shapes, ("float32",),
-            reference=without_cudnn, cuda=True,
-        )  # fmt: skip
+        shapes = [tuple(p.shape) for p in kind(8, 16, 2).parameters()]
+        sizes = [4, 4, 3, 2, 2, 1, 1]
+        for label, x, packed in (("", (7, 4, 8), None), (", packed", (sum(sizes), 8), sizes)):
+            yield Case(
+                f"{name} of cuDNN{label}", recurrent(name, packed), [x, *shapes], ("float32",),
+                reference=without_cudnn, cuda=True,
+            )  # fmt: skip
 
 
 def rows(device: str, dtypes: dict[str, torch.dtype]) -> Iterator[dict[str, Any]]:

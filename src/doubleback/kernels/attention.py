@@ -351,7 +351,7 @@ class Frame:
         for z0, z1 in _ranges(self.b * self.h, step_z):
             parts, sums = [], None
             for i0, i1 in _ranges(self.n, step_i):
-                seen = max(0, min(i1 - self.first, self.m)) if self.causal else self.m
+                seen = min(self.m, max(1, i1 - self.first)) if self.causal else self.m
                 t = _Tile(self, z0, z1, i0, i1, seen)
                 args = [None if x is None else x[z0:z1, :, i0:i1].flatten(1, 2) for x in rows]
                 args += [None if x is None else x[z0:z1, : t.m] for x in columns]
