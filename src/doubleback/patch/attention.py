@@ -61,14 +61,15 @@ def _composite(backend: int, a: dict[str, Any]) -> tuple[Tensor | None, ...]:
     """The same backward by reverse mode through the unfused kernel."""
     q, k, v, mask = a["query"], a["key"], a["value"], _mask(a)
     group, dropout = q.shape[-3] // k.shape[-3], _dropout(backend, a)
-    z = None if dropout is None else dropout.dense(k.shape[-2], q.dtype)
+    exact = torch.promote_types(q.dtype, torch.float32)  # 1/(1 − p) is not rounded to 16 bits
+    z = None if dropout is None else dropout.dense(k.shape[-2], exact)
 
     def out(q: Tensor, k: Tensor, v: Tensor, *bias: Tensor) -> Tensor:
         found, p = aten._scaled_dot_product_attention_math(
             q, k, v, bias[0] if bias else mask, 0.0, a["is_causal"], scale=a["scale"],
             enable_gqa=group > 1,
         )  # fmt: skip
-        return found if z is None else (z * p) @ v.repeat_interleave(group, -3)
+        return found if z is None else (z * p).to(v.dtype) @ v.repeat_interleave(group, -3)
 
     wanted = a.get("grad_input_mask", (True, True, True))
     with_bias = len(wanted) == 4 and wanted[3]
