@@ -52,7 +52,8 @@ class CheckError(DoublebackError, AssertionError):
 
 
 class PatchError(DoublebackError, RuntimeError):
-    """`db.patch()` does not know this version of torch, or this family of operators."""
+    """`db.patch()` does not know this version of torch or this family of operators, or a
+    derivative that it supplies cannot be had here."""
 
 
 class CaptureWarning(UserWarning):

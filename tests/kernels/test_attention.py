@@ -117,7 +117,7 @@ def data(case: Case, dtype=torch.float64, seed=0):
     return primals, tangents, xi, layout
 
 
-def plain(q, k, v, mask, causal, scale, gqa):
+def plain(q, k, v, mask, causal, scale, gqa, z=1.0):
     if gqa:
         k, v = (t.repeat_interleave(q.shape[-3] // t.shape[-3], -3) for t in (k, v))
     scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
@@ -127,15 +127,15 @@ def plain(q, k, v, mask, causal, scale, gqa):
         float_mask = mask.dtype != torch.bool
         scores = scores + mask if float_mask else scores.masked_fill(~mask, -math.inf)
     dead = (scores == -math.inf).all(-1, keepdim=True)
-    return scores.masked_fill(dead, 0.0).softmax(-1).masked_fill(dead, 0.0) @ v
+    return (scores.masked_fill(dead, 0.0).softmax(-1).masked_fill(dead, 0.0) * z) @ v
 
 
-def oracle(primals, tangents, xi, layout):
+def oracle(primals, tangents, xi, layout, z=1.0):
     """out, (dq, dk, dv), t_out, (sq, sk, sv), in float64 by reverse over reverse."""
     mask = layout[0]
     layout = (mask.double() if mask is not None and mask.is_floating_point() else mask, *layout[1:])
     leaves = [t.detach().double().requires_grad_() for t in (*primals, xi)]
-    out = plain(*leaves[:3], *layout)
+    out = plain(*leaves[:3], *layout, z)
     grads = torch.autograd.grad(out, leaves[:3], leaves[3], create_graph=True)
     pairs = [(g, t.double()) for g, t in zip(grads, tangents, strict=True) if t is not None]
     outputs, seeds = zip(*pairs, strict=True)

@@ -20,18 +20,23 @@ def tensors(values: Any) -> list[Tensor]:
 
 
 def second(
-    function: Callable, inputs: Sequence[Tensor], order: int = 2, seed: int = 0
+    function: Callable,
+    inputs: Sequence[Tensor],
+    order: int = 2,
+    seed: int = 0,
+    rounded: torch.dtype = torch.float64,
 ) -> list[list[Tensor | None]]:
     """Gradients of order 1 to `order`, each of the last one's product with random cotangents.
 
-    Order 1 is differentiated in the output's cotangents too, as double backward is.
+    Order 1 is differentiated in the output's cotangents too, as double backward is. Cotangents are
+    `rounded`, so that they are the same in two dtypes.
     """
     outputs = [t for t in tensors(function()) if t.requires_grad]
     generator = torch.Generator().manual_seed(seed)
 
     def random(like: Tensor) -> Tensor:
         u = torch.randn(like.shape, generator=generator, dtype=torch.float64)
-        return u.to(like.dtype)
+        return u.to(rounded).to(like)
 
     cotangents = [random(t).requires_grad_() for t in outputs]
     found, at = [], [*inputs]

@@ -14,8 +14,10 @@ from torch.autograd import gradgradcheck
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import doubleback as db
+from doubleback.kernels.attention_fused import BITS
 from doubleback.patch import attention
 from doubleback.patch.node import Call
+from dropout import kept, provider
 
 D = torch.float64
 
@@ -183,13 +185,14 @@ def test_modules_take_a_gradient_penalty(build):
 # --------------------------------------------- the formulas of CUDA's kernels, by their arguments
 
 
-def arguments(name: str, inputs, bias=None) -> dict:
+def arguments(name: str, inputs, bias=None, z=1.0) -> dict:
     """The arguments of a CUDA backward, with the log-sum-exp laid out as that kernel lays it."""
     q, k, v = (t.detach() for t in inputs)
     scores = q @ k.mT / math.sqrt(q.shape[-1]) + (0 if bias is None else bias)
-    lse, out = scores.logsumexp(-1), scores.softmax(-1) @ v
+    lse, out = scores.logsumexp(-1), (z * scores.softmax(-1)) @ v
     given = {"query": q, "key": k, "value": v, "out": out, "dropout_p": 0.0, "is_causal": False}
     given |= {"scale": None, "grad_out": random(*out.shape, seed=9)}
+    given |= {"philox_seed": torch.tensor(0), "philox_offset": torch.tensor(0)}
     if "efficient" in name:
         given["grad_out_"] = given.pop("grad_out")
         lse = F.pad(lse, (0, -lse.shape[-1] % 32), value=math.inf)
@@ -197,6 +200,10 @@ def arguments(name: str, inputs, bias=None) -> dict:
     if "cudnn" in name:
         lse, given["attn_bias"] = lse.unsqueeze(-1), bias
     return given | {"logsumexp": lse}
+
+
+def cotangent_name(a: dict) -> str:
+    return "grad_out_" if "grad_out_" in a else "grad_out"
 
 
 @pytest.mark.parametrize("biased", [False, True])
@@ -210,8 +217,7 @@ def test_formulas_of_cuda_kernels(formula, biased):
     a = arguments(formula.operator, inputs, bias)
     schema = {x.name for x in getattr(torch.ops.aten, formula.operator).default._schema.arguments}
     assert set(a) <= schema and formula.accepts(a)
-    name = "grad_out_" if "grad_out_" in a else "grad_out"
-    names = [name, "query", "key", "value"]
+    names = [cotangent_name(a), "query", "key", "value"]
     with_bias = biased and "efficient" in formula.operator
     names += ["attn_bias"] if with_bias else []
     cotangents = [random(*a[n].shape, seed=20 + i) for i, n in enumerate(names[1:])]
@@ -227,9 +233,144 @@ def test_formulas_of_cuda_kernels(formula, biased):
     assert error([[found[n] for n in names]], [list(expected)]) < 1e-12
 
 
-def test_dropout_and_ragged_batches_are_left_to_stock():
+@pytest.mark.parametrize("again", [False, True], ids=["blocks", "composite"])
+@pytest.mark.parametrize("step", [BITS, 8 * BITS])
+@pytest.mark.parametrize("formula", attention.FORMULAS[1:], ids=lambda f: f.operator)
+def test_formulas_of_cuda_kernels_with_dropout(formula, step, again, monkeypatch):
+    """With a known mask instead of one read off the kernel; third derivatives take all of it."""
+    inputs, p = qkv(n=9, m=15), 0.4
+    keep = torch.rand(2, 4, 9, 15, generator=torch.Generator().manual_seed(3)) >= p
+    z = keep.double() / (1 - p)
+    monkeypatch.setattr(attention, "recovered", lambda *_: provider(keep, p, step))
+    a = arguments(formula.operator, inputs, z=z) | {"dropout_p": p}
+    assert formula.accepts(a)
+    names = [cotangent_name(a), "query", "key", "value"]
+    at = {n: a[n].clone().requires_grad_() for n in names}
+    xi, *leaves = at.values()
+    scores = leaves[0] @ leaves[1].mT / math.sqrt(8)
+    out = (z * scores.softmax(-1)) @ leaves[2]
+    cotangents = [random(*t.shape, seed=20 + i) for i, t in enumerate(leaves)]
+    grads = torch.autograd.grad(out, leaves, xi, create_graph=True)
+    expected = torch.autograd.grad(grads, [xi, *leaves], cotangents)
+    given = a | at if again else a
+    found = formula.second(Call(given, {n: n in names for n in a}), cotangents)
+    assert error([[found[n] for n in names]], [list(expected)]) < 1e-12
+
+
+def test_ragged_batches_and_dropout_on_the_cpu_are_left_to_stock():
     a = arguments("flash", qkv())
     accepts = attention.FORMULAS[1].accepts
-    assert accepts(a)
-    assert not accepts(a | {"dropout_p": 0.1})
+    assert accepts(a) and accepts(a | {"dropout_p": 0.1})
     assert not accepts(a | {"cum_seq_q": torch.tensor([0, 4, 9])})
+    stateless = {n: x for n, x in a.items() if "philox" not in n}
+    assert accepts(stateless) and not accepts(stateless | {"dropout_p": 0.1})
+
+
+# ------------------------------------------------------------------- dropout of CUDA's own kernels
+
+# Relative errors in norm: the unit of rounding of each dtype, over the products of a few of them.
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 3e-2}
+BACKENDS = {
+    "flash": (SDPBackend.FLASH_ATTENTION, (torch.float16, torch.bfloat16)),
+    "efficient": (SDPBackend.EFFICIENT_ATTENTION, tuple(TOLERANCE)),
+    "cudnn": (SDPBackend.CUDNN_ATTENTION, (torch.float16, torch.bfloat16)),
+}
+ALL = tuple(BACKENDS)
+DROPPED = {
+    "one range of columns": ((2, 4, 197, 64), (2, 4, 197, 64), {}, ALL),
+    "several ranges": ((2, 4, 200, 16), (2, 4, 200, 16), {}, ALL),
+    "causal": ((2, 4, 200, 16), (2, 4, 200, 16), {"is_causal": True}, ALL),
+    "cross": ((2, 4, 70, 32), (2, 4, 300, 32), {"scale": 0.3}, ALL),
+    "odd width": ((2, 4, 100, 20), (2, 4, 100, 20), {}, ("flash",)),
+    "gqa": ((2, 4, 100, 32), (2, 2, 100, 32), {"enable_gqa": True}, ("flash", "cudnn")),
+    "added mask": (
+        (2, 4, 96, 32), (2, 4, 96, 32), {"attn_mask": random(2, 4, 96, 96, seed=5)},
+        ("efficient",),
+    ),
+}  # fmt: skip
+cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+def dropped(backend: SDPBackend, dtype: torch.dtype, case: str, p: float):
+    """(inputs, fused function, inputs in float64, unfused function of the same mask)"""
+    shape, key_shape, options, _ = DROPPED[case]
+    shapes, options = (shape, key_shape, key_shape), dict(options)
+    inputs = [random(*s, seed=i).to("cuda", dtype).requires_grad_() for i, s in enumerate(shapes)]
+    exact = [t.detach().double().requires_grad_() for t in inputs]
+    mask = options.pop("attn_mask", None)
+    mask = None if mask is None else mask.to("cuda", dtype)
+    z = kept(backend, p, inputs[0], key_shape[2], seed=11).double() / (1 - p)
+
+    def fused():
+        torch.manual_seed(11)
+        with sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(*inputs, mask, p, **options)
+
+    def unfused():
+        q, k, v = exact
+        k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+        scores = q @ k.mT * options.get("scale", q.shape[-1] ** -0.5)
+        if options.get("is_causal"):
+            scores = scores.masked_fill(torch.ones_like(scores).triu(1).bool(), -math.inf)
+        scores = scores if mask is None else scores + mask
+        return (z * scores.softmax(-1)) @ v
+
+    return inputs, fused, exact, unfused
+
+
+@cuda
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("case", DROPPED)
+@pytest.mark.parametrize("name", BACKENDS)
+def test_dropout_of_cuda_kernels(name, case, dtype):
+    backend, dtypes = BACKENDS[name]
+    if dtype not in dtypes or name not in DROPPED[case][3]:
+        pytest.skip("not a case of this kernel")
+    inputs, fused, exact, unfused = dropped(backend, dtype, case, p=0.2)
+    expected = second(unfused, exact, rounded=dtype)
+    with db.patched():
+        found = second(fused, inputs, rounded=dtype)
+    for grads, others in zip(found, expected, strict=True):
+        for g, e in zip(grads, others, strict=True):
+            assert (g.double() - e).norm() <= TOLERANCE[dtype] * e.norm()
+
+
+@cuda
+@pytest.mark.parametrize("name", BACKENDS)
+def test_third_derivatives_under_dropout(name):
+    backend, dtype = BACKENDS[name][0], torch.float16
+    inputs, fused, exact, unfused = dropped(backend, dtype, "several ranges", p=0.2)
+    expected = second(unfused, exact, order=3, rounded=dtype)
+    with db.patched():
+        found = second(fused, inputs, order=3, rounded=dtype)
+    for g, e in zip(found[2], expected[2], strict=True):
+        assert (g.double() - e).norm() <= 2 * TOLERANCE[dtype] * e.norm()
+
+
+@cuda
+@pytest.mark.parametrize("name", BACKENDS)
+def test_the_generator_stays_where_it_was(name):
+    inputs, fused, *_ = dropped(BACKENDS[name][0], torch.bfloat16, "several ranges", p=0.2)
+    with db.patched():
+        (g,) = torch.autograd.grad(fused().float().square().sum(), inputs[0], create_graph=True)
+        before = torch.cuda.get_rng_state()
+        g.float().square().sum().backward()
+        assert torch.equal(torch.cuda.get_rng_state(), before)
+
+
+@cuda
+def test_dropout_in_a_cuda_graph_is_an_error():
+    q = torch.randn(1, 2, 32, 16, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+
+    def step():
+        with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
+            y = F.scaled_dot_product_attention(q, q, q, dropout_p=0.1)
+        (g,) = torch.autograd.grad(y.float().sum(), q, create_graph=True)
+        return torch.autograd.grad(g.float().sum(), q)
+
+    with db.patched():
+        step()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with pytest.raises(db.PatchError, match="random state"), torch.cuda.graph(graph):
+            step()

@@ -7,6 +7,7 @@ import pytest
 import torch
 from derivatives import error
 from torch import nn
+from torch.nn.utils.rnn import PackedSequence
 
 import doubleback as db
 from doubleback.patch import recurrent
@@ -41,38 +42,43 @@ def module(kind: str, **options) -> nn.RNNBase:
     return (nn.LSTM if kind == "lstm" else nn.GRU)(3, 4, dtype=D, **options)
 
 
-OPTIONS = [
-    {},
-    {"num_layers": 2, "bidirectional": True},
-    {"bias": False, "batch_first": True},
-]
+OPTIONS = {
+    "plain": {},
+    "deep": {"num_layers": 2, "bidirectional": True},
+    "no bias": {"bias": False, "batch_first": True},
+    "projected": {"proj_size": 2, "num_layers": 2},
+    "projected, no bias": {"proj_size": 2, "bidirectional": True, "bias": False},
+}
+SIZES = [3, 3, 2, 2, 1]  # of a packed batch: sequences of 5, 4 and 2 steps
 
 
-@pytest.mark.parametrize("kind", MODES)
-@pytest.mark.parametrize("options", OPTIONS, ids=["plain", "deep", "no bias"])
-def test_second_derivative_is_that_of_the_unfused_cells(kind, options, cpu_kernel):
-    net = module(kind, **options)
+def check(net: nn.RNNBase, x, batch: int, packed: bool):
+    """First and second derivatives in everything, against those of PyTorch's cells on the CPU."""
+    lstm = isinstance(net, nn.LSTM)
     weights = [p for w in net.all_weights for p in w]
     layers = net.num_layers * (1 + net.bidirectional)
-    x = torch.randn(5, 2, 3, dtype=D).requires_grad_()
-    batch = x.shape[0] if net.batch_first else x.shape[1]
-    h, c = (torch.randn(layers, batch, 4, dtype=D).requires_grad_() for _ in range(2))
-    state = (h, c) if kind == "lstm" else h
-    inputs = [x, h, *([c] if kind == "lstm" else []), *weights]
+    h = torch.randn(layers, batch, net.proj_size or 4, dtype=D).requires_grad_()
+    c = torch.randn(layers, batch, 4, dtype=D).requires_grad_()
+    state = (h, c) if lstm else h
+    inputs = [x, h, *([c] if lstm else []), *weights]
 
-    out, last = net(x, state)
-    results = [out, *(last if kind == "lstm" else [last])]
+    if packed:
+        (out, *_), last = net(PackedSequence(x, torch.tensor(SIZES)), state)
+    else:
+        out, last = net(x, state)
+    results = [out, *(last if lstm else [last])]
     seeds = [torch.randn_like(r).requires_grad_() for r in results]
     expected = torch.autograd.grad(results, inputs, seeds, create_graph=True)
 
-    empty = torch.empty(0, dtype=D)
+    empty, mode = torch.empty(0, dtype=D), MODES[net.mode.lower().removeprefix("rnn_")]
     with db.patched():
         dx, dh, dc, dw = torch.ops.aten._cudnn_rnn_backward(
-            x, weights, len(net.all_weights[0]), empty, h, c if kind == "lstm" else None,
-            out.detach(), *seeds, *([None] * (3 - len(seeds))), MODES[kind], 4, 0, net.num_layers,
-            net.batch_first, 0.0, True, net.bidirectional, [], None, empty, [True] * 4,
+            x, weights, len(net.all_weights[0]), empty, h, c if lstm else None,
+            out.detach(), *seeds, *([None] * (3 - len(seeds))), mode, 4, net.proj_size,
+            net.num_layers, net.batch_first and not packed, 0.0, True, net.bidirectional,
+            SIZES if packed else [], None, empty, [True] * 4,
         )  # fmt: skip
-    found = [dx, dh, *([dc] if kind == "lstm" else []), *dw]
+    found = [dx, dh, *([dc] if lstm else []), *dw]
     assert error([found], [expected]) < 1e-13
     at = [*inputs, *seeds]
     cotangents = [torch.randn_like(g) for g in expected]
@@ -81,8 +87,54 @@ def test_second_derivative_is_that_of_the_unfused_cells(kind, options, cpu_kerne
     assert error([second], [reference]) < 1e-12
 
 
-def test_dropout_between_layers_and_packed_sequences_are_left_to_stock():
-    a = {"input": torch.zeros(1), "train": True, "dropout": 0.5, "num_layers": 2, "batch_sizes": []}
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+@pytest.mark.parametrize("kind", MODES)
+@pytest.mark.parametrize("options", OPTIONS)
+def test_second_derivative_is_that_of_the_unfused_cells(kind, options, packed, cpu_kernel):
+    if "projected" in options and kind != "lstm":
+        pytest.skip("LSTM alone has projections")
+    net = module(kind, **OPTIONS[options])
+    shape = (sum(SIZES), 3) if packed else (5, 2, 3)
+    x = torch.randn(shape, dtype=D).requires_grad_()
+    check(net, x, SIZES[0] if packed else x.shape[0 if net.batch_first else 1], packed)
+
+
+@pytest.mark.parametrize("kind", MODES)
+def test_packed_outputs(kind):
+    net = module(kind, num_layers=2, bidirectional=True)
+    x = torch.randn(sum(SIZES), 3, dtype=D)
+    h, c = torch.randn(2, 4, SIZES[0], 4, dtype=D)
+    lstm = kind == "lstm"
+    (expected, *_), last = net(PackedSequence(x, torch.tensor(SIZES)), (h, c) if lstm else h)
+    a = {"mode": MODES[kind], "weight_stride0": 4, "bidirectional": True, "batch_sizes": SIZES}
+    weights = [p for w in net.all_weights for p in w]
+    found = recurrent._run_packed(a, x, h, c if lstm else None, weights)
+    assert error([found], [[expected, *(last if lstm else [last])]]) < 1e-14
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("kind", MODES)
+def test_packed_sequences_of_cudnn(kind):
+    """cuDNN in float64 and under the patch, against the unfused cells on the CPU."""
+    x = torch.randn(sum(SIZES), 3, dtype=D)
+
+    def results(net, x):
+        x = x.requires_grad_()
+        (y, *_), _ = net(PackedSequence(x, torch.tensor(SIZES)))
+        at = [x, *net.parameters()]
+        grads = torch.autograd.grad(y.sin().sum(), at, create_graph=True)
+        total = sum(g.square().sum() for g in grads)
+        return [[g.cpu() for g in (*grads, *torch.autograd.grad(total, at))]]
+
+    options: dict = {"num_layers": 2, "bidirectional": True}
+    expected = results(module(kind, **options), x.clone())
+    with db.patched():
+        found = results(module(kind, **options).cuda(), x.cuda())
+    assert error(found, expected) < 1e-10
+
+
+def test_dropout_between_layers_is_left_to_stock():
+    a = {"input": torch.zeros(1), "train": True, "dropout": 0.5, "num_layers": 2}
     assert not recurrent._accepts(a)
     assert recurrent._accepts(a | {"num_layers": 1})
-    assert not recurrent._accepts(a | {"num_layers": 1, "batch_sizes": [2, 1]})
+    assert recurrent._accepts(a | {"train": False})

@@ -16,14 +16,14 @@ scores) is constant. With P = softmax(S), S = s·QKᵀ + mask, and ⟨P, ·⟩ t
 First-order passes run PyTorch's fused kernels where one applies. Everything else recomputes P from
 the log-sum-exp of its rows: in Triton on CUDA, otherwise in blocks of at most ``BLOCK_ELEMENTS``
 scores, so that memory grows with N + M, never with N·M. A row whose scores are all −∞ has P = 0, as
-in PyTorch.
+in PyTorch. Dropout of the second derivative: ``attention_blocks``.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -33,8 +33,8 @@ from torch import Tensor
 from torch._C._functorch import peek_interpreter_stack  # pyright: ignore
 
 from ..errors import InputError
-from . import attention_fused, attention_triton
-from .attention_fused import Maybe, Residual
+from . import attention_blocks, attention_fused, attention_triton
+from .attention_fused import Dropout, Maybe, Residual
 
 aten = torch.ops.aten
 
@@ -134,28 +134,29 @@ def attention_second(
     enable_gqa: bool = False,
     wanted: Sequence[bool] = (True, True, True),
     tangent: bool = True,
+    dropout: Dropout | None = None,
 ) -> tuple[Maybe, tuple[Maybe, Maybe, Maybe]]:
     """t_out, and (sq, sk, sv) = ∂⟨ξ, t_out⟩ by q, k, v with ξ and the tangents held fixed.
 
-    A tangent that is None is zero; a result that is not wanted is None.
+    A tangent that is None is zero; a result that is not wanted is None. `out` is that with dropout.
     """
     layout, tangents = (mask, is_causal, scale, enable_gqa), (tq, tk, tv)
     want = (tangent, *wanted)
-    t_out, sq, sk, sv = _second(xi, tangents, q, k, v, out, residual, layout, want)
+    t_out, sq, sk, sv = _second(xi, tangents, q, k, v, out, residual, layout, want, dropout)
     return t_out, (sq, sk, sv)
 
 
-def _second(xi, tangents, q, k, v, out, residual, layout, want) -> tuple[Any, ...]:
+def _second(xi, tangents, q, k, v, out, residual, layout, want, dropout=None) -> tuple[Any, ...]:
     """(t_out, sq, sk, sv) where wanted; what no tangent reaches is zero."""
     f = _frame(q, k, v, *layout)
     tq, tk, tv = tangents
     reached = (True, True, True, tq is not None or tk is not None)
-    if tq is None and tk is None and tv is None:
+    if (tq is None and tk is None and tv is None) or (dropout is not None and dropout.p >= 1):
         reached = (False, False, False, False)
     run = tuple(w and r for w, r in zip(want, reached, strict=True))
     if not any(run):
         results: Sequence[Maybe] = (None,) * 4
-    elif not f.transformed and attention_triton.supported(f.mask, q, k, v):
+    elif dropout is None and not f.transformed and attention_triton.supported(f.mask, q, k, v):
         xi, tq, q4, out4 = (f.heads(t, f.g) for t in (xi, tq, q, out))
         tk, tv, k4, v4 = (f.heads(t) for t in (tk, tv, k, v))
         lse = f.lse(residual).reshape(f.b, f.h * f.g, f.n)
@@ -163,29 +164,10 @@ def _second(xi, tangents, q, k, v, out, residual, layout, want) -> tuple[Any, ..
         results = attention_triton.second(xi, tq, tk, tv, q4, k4, v4, out4, lse, *options)
         results = f.unfold_all(results, out, q, k, v)
     else:
-        results = _blocked_second(f, xi, tangents, q, k, v, out, residual, run)
+        lse = _finite(f.lse(residual))
+        results = attention_blocks.second(f, xi, tangents, q, k, v, out, lse, run, dropout)
     pairs = zip(want, results, (out, q, k, v), strict=True)
     return tuple(torch.zeros_like(t) if w and x is None else x for w, x, t in pairs)
-
-
-def _blocked_second(f: Frame, xi, tangents, q, k, v, out, residual, run) -> list[Maybe]:
-    tq, tk, tv = tangents
-    left = right = mean = None
-    if tq is not None or tk is not None:
-        # s·R = s [tq, Q] [K, tk]ᵀ: one product.
-        left = f.rows(_beside(tq, None if tk is None else q)) * f.scale
-        right = f.columns(_beside(None if tq is None else k, tk))
-        mean = None if xi is None else f.mean(xi, out)
-    rows = f.rows(q), f.rows(tq), f.rows(xi), left, _finite(f.lse(residual)), mean
-    columns = f.columns(k), f.columns(tk), f.columns(v), f.columns(tv), right
-    row, column = f.map(partial(_second_tile, run=run), rows, columns)
-    return f.unfold_all([*row, *column], out, q, k, v)
-
-
-def _beside(a: Maybe, b: Maybe) -> Tensor:
-    """[a, b]"""
-    parts = [t for t in (a, b) if t is not None]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
 
 
 # Tiles: one block of rows (z, g·n, ·) against its columns (z, m, ·), in float32 or float64.
@@ -214,43 +196,9 @@ def _backward_tile(t: _Tile, q, xi, mean, lse, k, v, wanted):
     return (dq,), (dk, dv)
 
 
-def _second_tile(t: _Tile, q, tq, xi, left, lse, mean, k, tk, v, tv, right, run):
-    want_t, want_q, want_k, want_v = run
-    p = t.probabilities(q, k, lse)
-    pu = t_out = sv = sq = sk = None
-    if left is not None:
-        r = t.mm(left, right.mT)
-        pu = torch.mul(r, p, out=t.reuse(r))
-        pu = torch.addcmul(pu, p, pu.sum(-1, keepdim=True), value=-1, out=t.reuse(pu))
-        t_out = t.mm(pu, v) if want_t else None
-        sv = t.mm(pu.mT, xi) if want_v else None
-    if want_t and tv is not None:
-        t_out = t.mm(p, tv) if t_out is None else t_out + t.mm(p, tv)
-    if want_q or want_k:
-        b, c = _curvature(t, p, pu, xi, mean, v, tv)
-        sq = t.pair(b, k, c, tk) if want_q else None
-        sk = t.pair(b.mT, q, c.mT, tq) if want_k else None
-    return (t_out, sq), (sk, sv)
-
-
-def _curvature(t: _Tile, p, pu, xi, mean, v, tv) -> tuple[Tensor, Tensor]:
-    """B = P∘(X − ⟨P, X⟩) and C = P∘(G − D); where U = 0 nothing reads C, and it stands as P."""
-    px, c = None, p
-    if tv is not None:
-        h = t.mm(xi, tv.mT)
-        px = torch.mul(h, p, out=t.reuse(h))
-    if pu is not None:
-        g = t.mm(xi, v.mT)
-        g = torch.sub(g, mean, out=t.reuse(g))
-        px = pu * g if px is None else torch.addcmul(px, pu, g, out=t.reuse(px))
-        c = torch.mul(g, p, out=t.reuse(g))
-    assert px is not None  # some tangent is there
-    return torch.addcmul(px, p, px.sum(-1, keepdim=True), value=-1, out=t.reuse(px)), c
-
-
 @dataclass(frozen=True)
 class _Tile:
-    """One block: heads [z0, z1) of the folded axis, rows [i0, i1), columns [0, m)."""
+    """One block: heads [z0, z1) of the folded axis, rows [i0, i1), the first m columns."""
 
     f: Frame
     z0: int
@@ -301,8 +249,8 @@ class _Tile:
             else:
                 s = torch.add(s, block.to(f.exact), out=self.reuse(s))
         if f.causal:
-            above = torch.ones(s.shape[-2:], dtype=torch.bool, device=s.device).triu(self.i0 + 1)
-            s = self._without(s, above)
+            above = torch.ones(s.shape[-2:], dtype=torch.bool, device=s.device)
+            s = self._without(s, above.triu(self.i0 - f.first + 1))
         return s.view_as(scores)
 
     def _without(self, s: Tensor, where: Tensor) -> Tensor:
@@ -347,14 +295,22 @@ class Frame:
     eager: bool  # results may be written over operands
     transformed: bool  # by torch.func: operands have no storage of their own
     limit: int
+    first: int = 0  # column of the whole that column 0 is
+
+    def cut(self, first: int, last: int) -> Frame:
+        """Columns [first, last) alone."""
+        mask = self.mask
+        if mask is not None and mask.shape[-1] > 1:
+            mask = mask[..., first:last]
+        return replace(self, m=last - first, mask=mask, first=self.first + first)
 
     def rows(self, t: Maybe) -> Any:
-        return None if t is None else self._fold(t.to(self.work), self.n, self.g)
+        return None if t is None else self.fold(t.to(self.work), self.n, self.g)
 
     def columns(self, t: Maybe) -> Any:
-        return None if t is None else self._fold(t.to(self.work), self.m, 1).squeeze(1)
+        return None if t is None else self.fold(t.to(self.work), self.m, 1).squeeze(1)
 
-    def _fold(self, t: Tensor, length: int, group: int) -> Tensor:
+    def fold(self, t: Tensor, length: int, group: int) -> Tensor:
         t = t.expand(*self.batch, self.h * group, length, t.shape[-1])
         return t.reshape(self.b * self.h, group, length, t.shape[-1])
 
@@ -368,13 +324,13 @@ class Frame:
     def mean(self, xi: Tensor, out: Tensor) -> Tensor:
         """D = ⟨ξ, O⟩, (z, g, N, 1)"""
         d = (xi.to(self.exact) * out.to(self.exact)).sum(-1, keepdim=True)
-        return self._fold(d, self.n, self.g)
+        return self.fold(d, self.n, self.g)
 
     def lse(self, residual: Residual | Tensor) -> Tensor:
         """(z, g, N, 1); cuDNN keeps a last axis of 1, efficient attention pads N to 32s."""
         lse = residual[0] if isinstance(residual, tuple) else residual
         lse = lse.squeeze(-1) if lse.dim() > len(self.shape) + 1 else lse
-        return self._fold(lse[..., : self.n, None].to(self.exact), self.n, self.g)
+        return self.fold(lse[..., : self.n, None].to(self.exact), self.n, self.g)
 
     def unfold(self, t: Maybe, like: Tensor, group: int = 1) -> Maybe:
         """Back to the shape and dtype of `like`, summed over the axes along which it was spread."""
@@ -395,7 +351,8 @@ class Frame:
         for z0, z1 in _ranges(self.b * self.h, step_z):
             parts, sums = [], None
             for i0, i1 in _ranges(self.n, step_i):
-                t = _Tile(self, z0, z1, i0, i1, min(i1, self.m) if self.causal else self.m)
+                seen = min(self.m, max(1, i1 - self.first)) if self.causal else self.m
+                t = _Tile(self, z0, z1, i0, i1, seen)
                 args = [None if x is None else x[z0:z1, :, i0:i1].flatten(1, 2) for x in rows]
                 args += [None if x is None else x[z0:z1, : t.m] for x in columns]
                 row, column = tile(t, *args)

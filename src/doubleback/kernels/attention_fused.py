@@ -1,12 +1,15 @@
-"""PyTorch's fused attention kernels: which one applies, its value and its vjp.
+"""PyTorch's fused attention kernels: which one applies, its value and its vjp; and the dropout of
+a call that was made elsewhere.
 
-Each takes (b, heads, length, ·) and keeps its own log-sum-exp and random state (of no dropout) for
-its backward.
+Each takes (b, heads, length, ·) and keeps its own log-sum-exp and random state for its backward.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -16,6 +19,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from ..errors import PatchError
 
 if TYPE_CHECKING:
     from .attention import Frame
@@ -160,3 +165,104 @@ def _bias(backend: int, f: Frame, q: Tensor) -> Maybe:
 
 def _pad8(t: Tensor) -> Tensor:
     return F.pad(t, (0, -t.shape[-1] % 8))
+
+
+# Dropout. A kernel draws its mask from (seed, offset) and the place of a score alone, so the mask
+# is read off the kernel itself: where q = k = 0 it returns (Z V)/M, and V can be a code.
+
+BITS = 6  # columns told apart by one number: 2⁶ − 1 is well within the 8 bits of bfloat16
+
+
+@dataclass(frozen=True)
+class Dropout:
+    """Z in O = (Z∘P) V: 1/(1 − p) where a probability was kept, else 0.
+
+    codes(first) tells of the columns [first, first + step), as (b, Hq, N, step/BITS) in uint8:
+    bit i of entry c is set where column first + BITS·c + i was kept.
+    """
+
+    p: float
+    step: int
+    codes: Callable[[int], Tensor]
+
+    def weights(self, codes: Tensor, m: int, dtype: torch.dtype) -> Tensor:
+        """Z (…, m) from codes (…, c)."""
+        shifts = torch.arange(BITS, dtype=torch.uint8, device=codes.device)
+        bits = torch.bitwise_right_shift(codes.unsqueeze(-1), shifts) & 1
+        return bits.flatten(-2)[..., :m].to(dtype) * (1 / (1 - self.p) if self.p < 1 else 0.0)
+
+    def dense(self, m: int, dtype: torch.dtype) -> Tensor:
+        """All of Z, (b, Hq, N, m)."""
+        firsts = range(0, m, self.step)
+        parts = [self.weights(self.codes(j), min(self.step, m - j), dtype) for j in firsts]
+        return torch.cat(parts, -1)
+
+
+def recovered(backend: int, p: float, q, k, v, seed: Tensor, offset: Tensor) -> Dropout:
+    """The dropout of the call of `backend` with these q, k, v whose random state was kept."""
+    b, heads, n, width = q.shape
+    m, columns = k.shape[-2], v.shape[-1]
+
+    def codes(first: int) -> Tensor:
+        like: Any = {"dtype": q.dtype, "device": q.device}
+        if p >= 1:
+            return torch.zeros(b, heads, n, columns, dtype=torch.uint8, device=q.device)
+        zero_q, zero_k = (torch.zeros(b, heads, x, width, **like) for x in (n, m))
+        code = _code(first, m, columns, **like).expand(b, heads, m, columns).contiguous()
+        with torch.no_grad(), _random_state(q.device, *state):
+            return _decode(drop(backend, p, zero_q, zero_k, code), m, p)
+
+    state = _read(backend, seed, offset) if p < 1 else (0, 0)
+    return Dropout(p, BITS * columns, codes)
+
+
+def drop(backend: int, p: float, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """O with dropout, for as many key heads as query heads, from CUDA's random state."""
+    if backend == FLASH:
+        return aten._scaled_dot_product_flash_attention(q, k, v, p)[0]
+    if backend == EFFICIENT:
+        return aten._scaled_dot_product_efficient_attention(q, k, v, None, True, p)[0]
+    return aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, p)[0]
+
+
+def _code(first: int, m: int, columns: int, **like: Any) -> Tensor:
+    """V (m, columns): 2ⁱ in row first + BITS·c + i of column c, zero in the rows of other calls."""
+    j = torch.arange(m, device=like["device"]).unsqueeze(-1) - first
+    here = j.div(BITS, rounding_mode="floor") == torch.arange(columns, device=like["device"])
+    return torch.where(here, torch.exp2((j % BITS).float()), 0.0).to(like["dtype"])
+
+
+def _decode(out: Tensor, m: int, p: float) -> Tensor:
+    """out = Σ_j Z_j V_j / m, where Z is 0 or 1/(1 − p): whole numbers after rescaling."""
+    return (out.float() * (m * (1 - p))).round().to(torch.uint8)
+
+
+def _read(backend: int, seed: Tensor, offset: Tensor) -> tuple[int, int]:
+    """The two numbers; flash attention keeps both in one tensor."""
+    keys = torch._C._TorchDispatchModeKey
+    traced = torch.compiler.is_compiling() or any(
+        torch._C._get_dispatch_mode(key) is not None
+        for key in (keys.PROXY, keys.FAKE, keys.FUNCTIONAL)
+    )
+    captured = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    if traced or captured:
+        raise PatchError(
+            "second derivative of fused attention with dropout: its random state cannot be read "
+            "while a graph is captured or traced; take it eagerly, set dropout_p=0, or run under "
+            "sdpa_kernel(SDPBackend.MATH)"
+        )
+    both = seed.view(torch.int64) if backend == FLASH else (seed, offset)
+    return int(both[0]) % 2**64, int(both[1]) % 2**64
+
+
+@contextmanager
+def _random_state(device: torch.device, seed: int, offset: int) -> Iterator[None]:
+    """CUDA's generator at (seed, offset), and afterwards where it was."""
+    generator = torch.cuda.default_generators[device.index]
+    before = generator.get_state()
+    try:
+        generator.manual_seed(seed)
+        generator.set_offset(offset)
+        yield
+    finally:
+        generator.set_state(before)

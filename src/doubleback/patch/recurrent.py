@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import _C, _VF, Tensor
 from torch._C._functorch import peek_interpreter_stack  # pyright: ignore
 from torch.autograd.function import _SingleLevelFunction
@@ -37,11 +38,59 @@ def _weights(a: Arguments) -> list[Tensor]:
 
 def _run(a: Arguments, x: Tensor, hx: Tensor, cx: Tensor | None, weights: Sequence[Tensor]):
     """(output, h[, c]) of the whole network, all layers and directions."""
+    if a["batch_sizes"]:
+        return _run_packed(a, x, hx, cx, weights)
     state = (hx, cx) if a["mode"] == _LSTM else hx
     options = (a["weight_stride0"] >= 4, a["num_layers"], 0.0, a["train"], a["bidirectional"])
     cell: Callable = getattr(_VF, _CELLS[a["mode"]])
     with _without_cudnn():
         return cell(x, state, list(weights), *options, a["batch_first"])
+
+
+def _run_packed(a: Arguments, x: Tensor, hx: Tensor, cx: Tensor | None, weights: Sequence[Tensor]):
+    """The same for x (Σ batch_sizes, ·), which holds at each time the sequences that still run."""
+    states = list(zip(*(s.unbind() for s in (hx, cx) if s is not None), strict=True))
+    per, directions = a["weight_stride0"], 1 + a["bidirectional"]
+    cell = _lstm_cell if a["mode"] == _LSTM else _cell(a["mode"])
+    last = []
+    for layer in range(0, len(states), directions):
+        steps, outputs = x.split(list(a["batch_sizes"])), []
+        for i, way in zip(range(layer, layer + directions), (1, -1), strict=False):
+            own = weights[i * per : (i + 1) * per]
+            output, state = _along(cell, steps[::way], states[i], own)
+            outputs.append(torch.cat(output[::way]))
+            last.append(state)
+        x = torch.cat(outputs, -1)
+    return (x, *(torch.stack(s) for s in zip(*last, strict=True)))
+
+
+def _along(cell: Callable, steps: Sequence[Tensor], state: tuple[Tensor, ...], weights):
+    """Outputs and last state. Longer sequences come first, so step x moves the first len(x) rows of
+    the state; the others have ended, or (backwards) not begun."""
+    outputs = []
+    for x in steps:
+        n = x.shape[0]
+        moved = cell(x, tuple(s[:n] for s in state), *weights)
+        outputs.append(moved[0])
+        state = tuple(torch.cat([m, s[n:]]) for m, s in zip(moved, state, strict=True))
+    return outputs, state
+
+
+def _cell(mode: int) -> Callable:
+    cell: Callable = getattr(_VF, f"{_CELLS[mode]}_cell")
+    return lambda x, state, *weights: (cell(x, *state, *weights),)
+
+
+def _lstm_cell(x: Tensor, state: tuple[Tensor, Tensor], w_ih: Tensor, w_hh: Tensor, *rest: Tensor):
+    """(h, c); `rest` is the biases, if any, and the projection of h, if any."""
+    if len(rest) % 2 == 0:
+        return _VF.lstm_cell(x, state, w_ih, w_hh, *rest)
+    *biases, projection = rest
+    b_ih, b_hh = biases or (None, None)
+    h, c = state
+    i, f, g, o = (F.linear(x, w_ih, b_ih) + F.linear(h, w_hh, b_hh)).chunk(4, -1)
+    c = f.sigmoid() * c + i.sigmoid() * g.tanh()
+    return F.linear(o.sigmoid() * c.tanh(), projection), c
 
 
 def _composite(a: Arguments) -> tuple[Tensor | None, ...]:
@@ -100,11 +149,9 @@ def kernel(formula: Formula, stock: Any) -> Callable:
 
 
 def _accepts(a: Arguments) -> bool:
-    """No dropout between layers, whose mask only cuDNN knows; no packed sequences, whose unfused
-    cells read sizes by address; no torch.func."""
+    """No dropout between layers, whose mask only cuDNN knows; no torch.func."""
     dropped = a["train"] and a["dropout"] > 0 and a["num_layers"] > 1
-    plainly = plain(a["input"]) and peek_interpreter_stack() is None
-    return plainly and not dropped and not a["batch_sizes"]
+    return plain(a["input"]) and peek_interpreter_stack() is None and not dropped
 
 
 FORMULAS = [
