@@ -51,6 +51,7 @@ def standardise(
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """y = w⊙x̂ + b with the statistics μ (None for RMS norm) and r.
 
+    >>> import torch
     >>> x = torch.tensor([[1.0, 3.0]])
     >>> standardise(Groups.layer_norm([2]), x, None, None, 0.0)
     (tensor([[-1.,  1.]]), tensor([[2.]]), tensor([[1.]]))
@@ -177,6 +178,7 @@ def affine(
 ) -> Tensor:
     """w⊙x̂ + b from known statistics, in plain operations.
 
+    >>> import torch
     >>> x = torch.tensor([[1.0, 3.0]])
     >>> affine(Groups.layer_norm([2]), x, torch.tensor([[2.0]]), torch.tensor([[1.0]]), None, None)
     tensor([[-1.,  1.]])
