@@ -17,6 +17,7 @@ import argparse
 import contextlib
 import datetime
 import gc
+import json
 import shlex
 import statistics
 import sys
@@ -38,6 +39,7 @@ from worker import DTYPES, allow_tf32, gradient_error, hardware, versions
 
 Row = dict[str, Any]
 Step = Callable[[], Any]
+METHODS = ["plain", "plain patched", "plain armed", "patched", "stock"]
 CONTEXTS = {"stock": contextlib.nullcontext, "patched": db.patched}
 
 
@@ -167,15 +169,17 @@ def net_row(name: str, dtype: str, layout: str, chosen, deadline: float) -> Row:
         "patched": (patched, db.patched),
         "stock": (stock, contextlib.nullcontext),
     }
+    steps = {k: v for k, v in steps.items() if k in chosen.methods or k == "plain"}
     row: Row = {"part": "nets", "net": name, "dtype": dtype, "layout": layout, "batch": len(x)}
     row["methods"] = found = measured(steps, chosen, deadline)
     for method in ("stock", "patched", "plain patched", "plain armed"):
-        if "ms" in found["plain"] and "ms" in found[method]:
+        if "ms" in found["plain"] and "ms" in found.get(method, {}):
             row[f"price_{method.replace(' ', '_')}"] = found[method]["ms"] / found["plain"]["ms"]
     if entry.attention:
         row["stock_attention"] = "unfused: the fused kernels have no second derivative"
-    with contextlib.suppress(Exception):
-        row["gradient_difference"] = difference(net, stock, patched)
+    if {"stock", "patched"} <= set(steps):
+        with contextlib.suppress(Exception):
+            row["gradient_difference"] = difference(net, stock, patched)
     return row
 
 
@@ -331,6 +335,8 @@ def arguments() -> argparse.Namespace:
     add("--rounds", type=int, default=3)
     add("--cap-seconds", type=float, help="timed seconds per method; default 0.6")
     add("--budget-seconds", type=float, default=330.0, help="for the whole run")
+    add("--methods", nargs="+", choices=METHODS, default=METHODS, help="of the nets; plain always")
+    add("--combine", nargs="+", type=Path, metavar="JSON", help="merge results; measures nothing")
     add("--no-tuning", action="store_true", help="without cuDNN's search for the fastest kernel")
     add("--out", type=Path)
     chosen = parser.parse_args()
@@ -379,6 +385,24 @@ def show(row: Row) -> None:
     print(label, *(d for d in (times, row.get("microseconds"), numbers) if d), flush=True)
 
 
+def combine(files: list[Path]) -> dict[str, Any]:
+    """One document of several: of rows that are there twice the first counts, and takes methods
+    and numbers that it lacks from the later ones. Each price is of one run, over its own plain."""
+    documents = [json.loads(path.read_text()) for path in files]
+    rows: dict[tuple, Row] = {}
+    labels = ("part", "case", "net", "layer", "operator", "length", "dtype", "layout")
+    for document in documents:
+        for row in document["results"]:
+            key = tuple(row.get(label) for label in labels)
+            known = rows.setdefault(key, row)
+            if known is not row and "error" not in row:
+                methods = row.get("methods", {}) | known.get("methods", {})
+                known |= {k: v for k, v in row.items() if k not in known}
+                known |= {"methods": methods} if methods else {}
+    commands = "\n".join(dict.fromkeys(document["command"] for document in documents))
+    return documents[0] | {"command": commands, "results": list(rows.values())}
+
+
 def command_line() -> str:
     words = sys.argv[1:]
     if "--out" in words[:-1]:
@@ -389,6 +413,9 @@ def command_line() -> str:
 
 def main() -> int:
     chosen = arguments()
+    if chosen.combine:
+        report.write(chosen.out, combine(chosen.combine))
+        return 0
     deadline = time.monotonic() + chosen.budget_seconds
     allow_tf32(True)
     torch.backends.cudnn.benchmark = not chosen.no_tuning

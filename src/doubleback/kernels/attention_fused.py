@@ -50,7 +50,9 @@ def choose(f: Frame, q: Tensor, k: Tensor, v: Tensor) -> int:
     foreign = f.mask is not None and f.mask.dtype not in (torch.bool, q.dtype)
     both = f.mask is not None and f.causal
     empty = any(t.numel() == 0 for t in (q, k, v))
-    if not f.shape or spread or foreign or both or empty or q.device.type not in ("cpu", "cuda"):
+    turned = f.scale <= 0 and q.is_cuda  # those kernels subtract the largest score before scaling
+    odd = spread or foreign or both or empty or turned
+    if not f.shape or odd or q.device.type not in ("cpu", "cuda"):
         return MATH
     call = partial(_choice, f, f.heads(q, f.g), f.heads(k), f.heads(v))
     backend = call()
