@@ -187,9 +187,9 @@ def check_rule(
     """Compare one operator's rule with autograd, and with finite differences as a second opinion.
 
     op: an ATen overload, `torch.ops.aten.tanh.default`; args: float64 sample arguments. Checked:
-    forward, backward, tangent, curvature, and the structure flags that the planner trusts (a
-    linear or piecewise linear rule must have no curvature). wrt: which tensor arguments are
-    differentiated, all floating-point ones if left out. Raises `CheckError`.
+    forward, backward, tangent, curvature, and what the planner trusts: a linear or piecewise
+    linear rule has no curvature, and `diagonal`, `same_entries` and `per_example` hold. wrt: which
+    tensor arguments are differentiated, all floating-point ones if left out. Raises `CheckError`.
 
     >>> import torch, doubleback as db
     >>> report = db.check_rule(torch.ops.aten.tanh.default, torch.randn(4, dtype=torch.float64))
@@ -197,7 +197,7 @@ def check_rule(
     True
     """
     sample = _Sample(op, args, kwargs, rule or find_rule(op), wrt, seed)
-    rows = compare(sample.against_autograd())
+    rows = compare({**sample.against_autograd(), **sample.declared()})
     report = CheckReport(tuple(rows), tolerance, f"{op}: rule against autograd")
     if report.passed and finite_differences:
         second = compare(sample.against_differences())
@@ -307,6 +307,33 @@ class _Sample:
         for i, (mine, theirs) in enumerate(zip(tangents, seconds, strict=False)):
             pairs[f"tangent {i}"] = (mine, theirs)
         return pairs
+
+    def declared(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """What the rule declares of its structure, on the stock operator."""
+        pairs: dict[str, tuple[Tensor, Tensor]] = {}
+        if self.rule.same_entries:
+            pairs["same entries"] = (self.outs[0].flatten(), self.inputs[0].flatten())
+        out = self.outs[0]
+        for slot, moves in enumerate(self.floats):
+            alone = [i == slot for i in range(len(self.inputs))]
+            u = self.inputs[slot].detach().requires_grad_(moves)
+            if not moves or not (u.dim() and out.dim() and self.xi[0] is not None):
+                continue
+            y = self._stock([*self.inputs[:slot], u, *self.inputs[slot + 1 :]])[0]
+            if not y.requires_grad:
+                continue
+            if self.rule.diagonal:
+                pairs[f"diagonal {slot}"] = self._apart(y.flatten(), u, u.numel())
+            if self.rule.separates(self.call, alone) and u.shape[:1] == y.shape[:1]:
+                pairs[f"per example {slot}"] = self._apart(y, u, u.shape[0])
+        return pairs
+
+    def _apart(self, y: Tensor, u: Tensor, parts: int) -> tuple[Tensor, Tensor]:
+        """(derivatives of the first and the last part of y in the other parts of u, zero)."""
+        (first,) = torch.autograd.grad(y[:1].sum(), u, retain_graph=True)
+        (last,) = torch.autograd.grad(y[-1:].sum(), u, retain_graph=True)
+        rest = torch.cat([first.reshape(parts, -1)[1:], last.reshape(parts, -1)[:-1]])
+        return rest, torch.zeros_like(rest)
 
     def against_differences(self, step: float = 1e-5) -> dict[str, tuple[Any, Any]]:
         """Central differences along q: of F for the tangent, of autograd's *first* derivative
