@@ -103,9 +103,9 @@ def check(
     """Compare this very model with autograd's double backward in float64.
 
     The arguments are those of a call, `check(model, x, y)`. Output, penalty, the gradient of
-    every parameter and of x, and updated buffers are compared on a float64 copy, with the same
-    random numbers; `model` itself does not change. Returns a report; raises `CheckError` where
-    the relative error exceeds `tolerance`.
+    every parameter, of x and of what the penalty's own arguments ask for, and updated buffers are
+    compared on a float64 copy, with the same random numbers; `model` itself does not change.
+    Returns a report; raises `CheckError` where the relative error exceeds `tolerance`.
 
     >>> import torch, doubleback as db
     >>> model = db.Penalised(torch.nn.Linear(3, 1), db.OutputGradient())
@@ -135,8 +135,8 @@ def _oracle_forward(model: Penalised) -> Any:
 
 def _double(tree: Any) -> Any:
     def convert(t: Tensor) -> Tensor:
-        t = t.detach()
-        return t.double() if t.is_floating_point() else t
+        wide = t.detach().double() if t.is_floating_point() else t.detach()
+        return wide.requires_grad_(t.requires_grad)
 
     return pytree.tree_map_only(Tensor, convert, tree)
 
@@ -145,7 +145,9 @@ def _measure(
     model: Penalised, forward: Any, args: Any, kwargs: Any, seed: int
 ) -> dict[str, Tensor | None]:
     """Everything a training step yields, for a fixed random weighting of outputs and penalty."""
-    args, kwargs = pytree.tree_map_only(Tensor, lambda t: t.clone(), (args, kwargs))
+    args, kwargs = pytree.tree_map_only(
+        Tensor, lambda t: t.detach().clone().requires_grad_(t.requires_grad), (args, kwargs)
+    )
     call = model._call(args, kwargs)
     for x in call.x:
         x.requires_grad_()
@@ -166,6 +168,7 @@ def _measure(
     found: dict[str, Tensor | None] = {"penalty": penalty}
     found.update({f"output {i}": out for i, out in enumerate(outputs)})
     found.update({f"∇ input {i}": x.grad for i, x in enumerate(call.x)})
+    found.update({f"∇ argument {i}": t.grad for i, t in call.asked.items()})
     found.update({f"∇ {n}": p.grad for n, p in model.net.named_parameters() if p.requires_grad})
     found.update({f"buffer {n}": b for n, b in model.net.named_buffers() if b.is_floating_point()})
     return found

@@ -27,6 +27,7 @@ from .plan import Plan, Step
 from .rules import Call, add, seeded
 
 Watch = Callable[[str, Step, Any], None]
+INPUTS = "inputs"
 
 
 @dataclass
@@ -34,12 +35,13 @@ class State:
     """What passes from one sweep to the next.
 
     values: by value number; saved: by node, what forward rules handed over;
-    xi: by node, cotangents that a curvature source will read; q0: ∇p by penalised input.
+    xi: by node, cotangents that a curvature source will read, and under `INPUTS` those of the
+    penalised inputs where the penalty will read them; q0: ∇p by penalised input.
     """
 
     values: dict[int, Tensor]
     saved: dict[int, Any] = field(default_factory=dict)
-    xi: dict[int, Any] = field(default_factory=dict)
+    xi: dict[Any, Any] = field(default_factory=dict)
     q0: list[Tensor] = field(default_factory=list)
 
 
