@@ -149,8 +149,8 @@ def explain(plan: Plan, penalty: Penalty) -> Explanation:
 
 def explain_jacobian(plan: Plan, penalty: Jacobian, decision: Decision) -> Explanation:
     """What the chosen candidate runs, at what price, and what the others would have cost."""
-    base = explain(plan, penalty)
-    profile = decision.profiles[decision.chosen]
+    base, profiles = explain(plan, penalty), decision.profiles
+    profile = profiles[decision.chosen]
     seeds, layers = profile.seeds, base.layers
     outputs = plan.graph.shape(plan.target)[1:]
     rows = penalty.projections or (penalty.seed_count((1, *outputs)) + (penalty.of == "softmax"))
@@ -175,7 +175,7 @@ def explain_jacobian(plan: Plan, penalty: Jacobian, decision: Decision) -> Expla
         "budget": decision.budget,
         "candidates": {
             name: {"seeds": p.seeds, "flops": p.flops(p.seeds), "peak_bytes": p.peak_bytes(p.seeds)}
-            for name, p in decision.profiles.items()
+            for name, p in profiles.items()
         },
         "excluded": decision.excluded,
         "shortcuts": decision.shortcuts,

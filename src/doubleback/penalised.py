@@ -254,8 +254,7 @@ class Penalised(nn.Module):
         program, _ = self._program(graph, call, gradients=True)
         plan, quiet = program.plan, Replay(False, None)
         if isinstance(self.penalty, Jacobian):
-            _, decision = plan_jacobian(plan, self.penalty, False, quiet, price=True)
-            return explain_jacobian(plan, self.penalty, decision)
+            return explain_jacobian(plan, self.penalty, program.decision)
         told = explain(plan, self.penalty)
         bare: Program = Program(plan, self.penalty, asked=tuple(call.asked))
         if isinstance(self.penalty, SpectralNorm):
@@ -331,17 +330,17 @@ class Penalised(nn.Module):
         """The program for this graph and these wanted gradients, and the graph's state."""
         state = read_state(self._owners(graph), graph, call.leaves)
         wanted = frozenset(v for v, t in state.items() if gradients and t.requires_grad)
-        penalised = tuple(graph.inputs[i] for i in call.penalised)
         asked = tuple(call.asked) if gradients else ()
+        penalised = tuple(graph.inputs[i] for i in call.penalised)
         key = (id(graph), wanted, asked)
         program = self._programs.get(key)
         target = choose(graph, self.output)
         self.penalty.check(graph.shape(target), call.x, *call.extra)
         if program is None:
-            seeding = asked and any(call.asks(i) for i in self.penalty.in_seed)
+            seeding = bool(asked) and any(call.asks(i) for i in self.penalty.in_seed)
             plan = make_plan(
                 graph, penalised, target, wanted,  # type: ignore[arg-type]
-                varying_seed=self.penalty.varying or bool(seeding),
+                varying_seed=self.penalty.varying or seeding,
             )  # fmt: skip
             program = self._make_program(plan, asked)
             _remember(self._programs, key, program)
@@ -351,7 +350,7 @@ class Penalised(nn.Module):
         after = None if self.debug else self.flatten_after
         replay = Replay(False if self.debug else self.compile_mode, after)
         if isinstance(self.penalty, Jacobian):
-            return plan_jacobian(plan, self.penalty, self.debug, replay)[0]
+            return plan_jacobian(plan, self.penalty, self.debug, replay)
         if isinstance(self.penalty, SpectralNorm):
             return SpectralProgram.build(plan, self.penalty, self.debug, replay, self._carried)
         program = Program(plan, self.penalty, self.debug, asked=asked)
