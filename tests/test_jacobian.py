@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import doubleback as db
-from doubleback import jacobian_program
+from doubleback import jacobian_program, pricing
 from doubleback.jacobian import directions, helmert
 from doubleback.pricing import Meter
 
@@ -201,6 +201,38 @@ def test_batch_norm_in_training_couples_examples():
     assert "couple" in told["plan"]["excluded"]["columns"]
     net.eval()  # now example by example
     assert "columns" in db.Penalised(net, db.Jacobian()).explain(x).as_dict()["plan"]["candidates"]
+
+
+@pytest.mark.parametrize("options", [{}, {"memory": 400_000}, {"plan": "rows"}, {"chunk": 3}])
+def test_explain_prices_nothing_twice(monkeypatch, options):
+    """Choice, chunk and explanation share what was run on fake tensors."""
+    run, ran = pricing._run, []
+
+    def recorded(program, size):
+        ran.append((program.candidate.name, size))
+        return run(program, size)
+
+    monkeypatch.setattr(pricing, "_run", recorded)
+    net, x = mlp([3, 16, 40]), torch.randn(9, 3)
+    model = db.Penalised(net, db.Jacobian(**options))
+    told = model.explain(x).as_dict()["plan"]
+    model(x)
+    assert model.explain(x).as_dict()["plan"] == told
+    assert len(ran) == len(set(ran))
+    assert {name for name, _ in ran} == set(told["candidates"])
+    sizes = {size for name, size in ran if name == told["chosen"]}
+    assert min(told["chunk"], told["seeds"]) in sizes
+
+
+def test_debugging_does_not_look_at_prices():
+    """Candidates are priced on tensors without numbers, where no NaN can be looked for."""
+    net, x = mlp([3, 16, 40]), torch.randn(9, 3)
+    penalty = db.Penalised(net, db.Jacobian())(x)[1]
+    torch.testing.assert_close(db.Penalised(net, db.Jacobian(), debug=True)(x)[1], penalty)
+    with torch.no_grad():
+        net[0].weight[0, 0] = float("nan")
+    with pytest.raises(db.NonFiniteError, match="forward sweep"):
+        db.Penalised(net, db.Jacobian(), debug=True)(x)
 
 
 def test_reductions_no_grad_and_accumulate():

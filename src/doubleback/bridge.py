@@ -1,5 +1,6 @@
 """From sweeps to autograd: one `autograd.Function` from (x, effective parameters) to
-(outputs, penalty). Its forward runs the first two sweeps, its backward the last two."""
+(outputs, penalty). Its forward runs the first two sweeps, its backward the last two. Tensors of the
+penalty's own that ask for a gradient are arguments too."""
 
 from __future__ import annotations
 
@@ -32,11 +33,15 @@ class First(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """The sweeps of one plan with its penalty, as functions of tensors."""
+    """The sweeps of one plan with its penalty, as functions of tensors.
+
+    asked: the places of those tensors among the penalty's flattened extras that ask for a gradient.
+    """
 
     plan: Plan
     penalty: Penalty
     debug: bool = False
+    asked: tuple[int, ...] = field(default=(), kw_only=True)
 
     def first(self, leaves: Mapping[int, Tensor], extra: Sequence[Any], keep: bool = True) -> First:
         """Forward and backward sweep. `keep`: for a `last` to come."""
@@ -52,6 +57,8 @@ class Program:
             for v, u in zip(plan.penalised, xi, strict=True)
         ]
         values, state.q0 = penalty.measure(xi, *extra)
+        if self.asked:
+            state.xi[sweeps.INPUTS] = xi
         return First(outputs, values, mutated, state if keep else None)
 
     def last(
@@ -62,7 +69,8 @@ class Program:
         grad_values: Tensor | None,
         keep: bool = False,
     ) -> list[Tensor | None]:
-        """Tangent and second sweep: gradients of the penalised inputs and effective parameters.
+        """Tangent and second sweep: gradients of the penalised inputs, of the effective
+        parameters, and of what is `asked`.
 
         With q₀ = ḡ⊙∇p and h the tangent of the output, the second sweep starts from the
         outputs' gradients plus the head (∂v/∂out)* h plus the curvature sources.
@@ -70,12 +78,16 @@ class Program:
         plan, penalty = self.plan, self.penalty
         watch = sweeps.finite_watch(plan) if self.debug else None
         gamma: dict[int, Tensor] = {}
+        own: list[Tensor | None] = [None] * len(self.asked)
         if grad_values is not None:
             start = {
                 v: (grad_values.reshape(-1, *(1,) * (q.dim() - 1)) * q).to(q.dtype)
                 for v, q in zip(plan.penalised, state.q0, strict=True)
             }
             h, gamma = sweeps.tangent(plan, state, start, keep=keep, watch=watch)
+            if self.asked:
+                out, xi = state.values[plan.target], state.xi[sweeps.INPUTS]
+                own = penalty.pull(self.asked, out, h, xi, grad_values, *extra)
             if plan.needs_head_tangent and h is not None and plan.target in plan.trained:
                 head = penalty.head(state.values[plan.target], h, *extra)
                 _join(gamma, plan.target, head)
@@ -83,10 +95,11 @@ class Program:
             if v in plan.trained:
                 _join(gamma, v, grad)
         gamma = sweeps.second(plan, state, gamma, keep=keep, watch=watch)
-        return [
+        swept = [
             self._usual(gamma[v]) if v in plan.trained and v in gamma else None
             for v in (*plan.penalised, *plan.effective)
         ]
+        return [*swept, *own]
 
     def _laid_out(self, leaves: Mapping[int, Tensor]) -> Mapping[int, Tensor]:
         """Images and filters channels-last where the plan says so."""
@@ -149,7 +162,10 @@ def _join(gamma: dict[int, Tensor], value: int, grad: Tensor | None) -> None:
 
 @dataclass(eq=False)
 class Job:
-    """One call: its program, the values no gradient is asked of, and what backward needs."""
+    """One call: its program, the values no gradient is asked of, and what backward needs.
+
+    extra: the penalty's own arguments, detached.
+    """
 
     program: Any
     constants: Mapping[int, Tensor]
@@ -157,13 +173,13 @@ class Job:
     mutations: dict[str, Tensor] = field(default_factory=dict)
 
     def leaves(self, tensors: Sequence[Tensor]) -> dict[int, Tensor]:
-        plan = self.program.plan
-        named = dict(zip((*plan.penalised, *plan.effective), tensors, strict=True))
+        plan = self.program.plan  # behind what it names come the penalty's own tensors
+        named = dict(zip((*plan.penalised, *plan.effective), tensors, strict=False))
         return {**named, **self.constants}
 
 
 class Bridge(torch.autograd.Function):
-    """(x…, effective parameters…) ↦ (outputs…, penalty)."""
+    """(x…, effective parameters…, the penalty's own tensors…) ↦ (outputs…, penalty)."""
 
     @staticmethod
     def forward(ctx: Any, job: Job, *tensors: Tensor) -> tuple[Tensor, ...]:

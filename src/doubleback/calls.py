@@ -34,8 +34,23 @@ class Arguments:
 
     @property
     def constants(self) -> tuple:
-        """The penalty's own arguments, detached: no gradient goes to them."""
+        """The penalty's own arguments, detached, as the sweeps read them."""
         return pytree.tree_map_only(Tensor, lambda t: t.detach(), self.extra)
+
+    @property
+    def asked(self) -> dict[int, Tensor]:
+        """Those of the penalty's own tensors that ask for a gradient, by flattened place."""
+        leaves = enumerate(pytree.tree_leaves(self.extra))
+        return {i: t for i, t in leaves if requires_grad(t)}
+
+    def asks(self, position: int) -> bool:
+        """Whether the penalty's argument at `position` asks for a gradient."""
+        return requires_grad(self.extra[position])
+
+
+def requires_grad(nested: Any) -> bool:
+    """Whether any tensor in nested arguments requires grad."""
+    return any(isinstance(t, Tensor) and t.requires_grad for t in pytree.tree_leaves(nested))
 
 
 def take_apart(

@@ -25,7 +25,7 @@ from .jacobian import Jacobian
 from .plan import Plan, make_plan
 from .rules import add
 from .rules.softmax import softmax_curvature, softmax_derivative
-from .segments import SAME_ENTRIES, Segment, Sources, first_dense, make_segment, width
+from .segments import Segment, Sources, first_dense, make_segment, width
 from .spaces import Euclidean, per_example
 
 
@@ -339,24 +339,12 @@ def _diagonal(plan: Plan, penalty: Jacobian, watch: Any) -> Diagonal | str:
 
 # --------------------------------------------------------------------- example by example
 
-_PER_EXAMPLE = frozenset(
-    f"aten::{name}" for name in (
-        "linear", "conv1d", "conv2d", "conv3d", "convolution", "conv_transpose1d",
-        "conv_transpose2d", "conv_transpose3d", "mm", "max_pool1d", "max_pool2d", "max_pool3d",
-        "max_pool2d_with_indices", "max_pool3d_with_indices", "avg_pool1d", "avg_pool2d",
-        "avg_pool3d", "adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d",
-        "_adaptive_avg_pool2d", "_adaptive_avg_pool3d", "layer_norm", "rms_norm", "group_norm",
-        "instance_norm", "_native_batch_norm_legit_no_training", "scaled_dot_product_attention",
-        "native_dropout", "constant_pad_nd", "prelu", "add", "sub", "mul", "div", "neg",
-        "pixel_shuffle", "pixel_unshuffle", "_to_copy",
-    )
-) | {"doubleback::locally_connected"} | SAME_ENTRIES  # fmt: skip
-
 
 def coupling(plan: Plan) -> str | None:
     """Why one example's output may depend on another's input; None where that is excluded.
 
-    Operators are known to work example by example along their first axis, or taken to couple.
+    Operators declare that they work example by example along their first axis, or are taken to
+    couple.
     """
     graph = plan.graph
     batch = graph.shape(plan.penalised[0])[0]
@@ -366,33 +354,7 @@ def coupling(plan: Plan) -> str | None:
         node = step.node
         moving = [v for v, on in zip(node.inputs, step.pull, strict=True) if on]
         along = all(graph.shape(v)[:1] == (batch,) for v in (*moving, node.outputs[0]))
-        known = step.rule.diagonal or node.op._schema.name in _PER_EXAMPLE
-        if not (along and known and _batched(graph, step)):
+        call = sweeps.call_of(plan, step, sweeps.State({}))
+        if not (along and step.rule.separates(call, step.pull)):
             return f"{node} may couple the examples of a batch"
     return None
-
-
-def _batched(graph: Any, step: Any) -> bool:
-    """Whether the first axis of the operator's activation is a batch, not channels or features."""
-    node = step.node
-    name = node.op._schema.name.removeprefix("aten::")
-    dims = len(graph.shape(node.inputs[0]))
-    if name.startswith("conv"):
-        return dims == len(graph.shape(node.inputs[1]))
-    if name in ("add", "sub", "mul", "div"):
-        ranks = {len(graph.shape(v)) for v, on in zip(node.inputs, step.pull, strict=True) if on}
-        return ranks == {len(graph.shape(node.outputs[0]))}
-    if "pool" in name:
-        spatial = next(int(c) for c in name if c.isdigit())
-        return dims == spatial + 2
-    if name in ("pixel_shuffle", "pixel_unshuffle"):
-        return dims > 3
-    if name in ("layer_norm", "rms_norm"):
-        shape = node.args[1] if len(node.args) > 1 else node.kwargs["normalized_shape"]
-        return dims > (1 if isinstance(shape, int) else len(shape))
-    if name == "constant_pad_nd":
-        pad = node.args[1] if len(node.args) > 1 else node.kwargs["pad"]
-        return len(pad) < 2 * dims
-    if name == "scaled_dot_product_attention":
-        return dims > 2
-    return dims > 1

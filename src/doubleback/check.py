@@ -103,9 +103,9 @@ def check(
     """Compare this very model with autograd's double backward in float64.
 
     The arguments are those of a call, `check(model, x, y)`. Output, penalty, the gradient of
-    every parameter and of x, and updated buffers are compared on a float64 copy, with the same
-    random numbers; `model` itself does not change. Returns a report; raises `CheckError` where
-    the relative error exceeds `tolerance`.
+    every parameter, of x and of what the penalty's own arguments ask for, and updated buffers are
+    compared on a float64 copy, with the same random numbers; `model` itself does not change.
+    Returns a report; raises `CheckError` where the relative error exceeds `tolerance`.
 
     >>> import torch, doubleback as db
     >>> model = db.Penalised(torch.nn.Linear(3, 1), db.OutputGradient())
@@ -135,8 +135,8 @@ def _oracle_forward(model: Penalised) -> Any:
 
 def _double(tree: Any) -> Any:
     def convert(t: Tensor) -> Tensor:
-        t = t.detach()
-        return t.double() if t.is_floating_point() else t
+        wide = t.detach().double() if t.is_floating_point() else t.detach()
+        return wide.requires_grad_(t.requires_grad)
 
     return pytree.tree_map_only(Tensor, convert, tree)
 
@@ -145,7 +145,9 @@ def _measure(
     model: Penalised, forward: Any, args: Any, kwargs: Any, seed: int
 ) -> dict[str, Tensor | None]:
     """Everything a training step yields, for a fixed random weighting of outputs and penalty."""
-    args, kwargs = pytree.tree_map_only(Tensor, lambda t: t.clone(), (args, kwargs))
+    args, kwargs = pytree.tree_map_only(
+        Tensor, lambda t: t.detach().clone().requires_grad_(t.requires_grad), (args, kwargs)
+    )
     call = model._call(args, kwargs)
     for x in call.x:
         x.requires_grad_()
@@ -166,6 +168,7 @@ def _measure(
     found: dict[str, Tensor | None] = {"penalty": penalty}
     found.update({f"output {i}": out for i, out in enumerate(outputs)})
     found.update({f"∇ input {i}": x.grad for i, x in enumerate(call.x)})
+    found.update({f"∇ argument {i}": t.grad for i, t in call.asked.items()})
     found.update({f"∇ {n}": p.grad for n, p in model.net.named_parameters() if p.requires_grad})
     found.update({f"buffer {n}": b for n, b in model.net.named_buffers() if b.is_floating_point()})
     return found
@@ -187,9 +190,9 @@ def check_rule(
     """Compare one operator's rule with autograd, and with finite differences as a second opinion.
 
     op: an ATen overload, `torch.ops.aten.tanh.default`; args: float64 sample arguments. Checked:
-    forward, backward, tangent, curvature, and the structure flags that the planner trusts (a
-    linear or piecewise linear rule must have no curvature). wrt: which tensor arguments are
-    differentiated, all floating-point ones if left out. Raises `CheckError`.
+    forward, backward, tangent, curvature, and what the planner trusts: a linear or piecewise
+    linear rule has no curvature, and `diagonal`, `same_entries` and `per_example` hold. wrt: which
+    tensor arguments are differentiated, all floating-point ones if left out. Raises `CheckError`.
 
     >>> import torch, doubleback as db
     >>> report = db.check_rule(torch.ops.aten.tanh.default, torch.randn(4, dtype=torch.float64))
@@ -197,7 +200,7 @@ def check_rule(
     True
     """
     sample = _Sample(op, args, kwargs, rule or find_rule(op), wrt, seed)
-    rows = compare(sample.against_autograd())
+    rows = compare({**sample.against_autograd(), **sample.declared()})
     report = CheckReport(tuple(rows), tolerance, f"{op}: rule against autograd")
     if report.passed and finite_differences:
         second = compare(sample.against_differences())
@@ -307,6 +310,33 @@ class _Sample:
         for i, (mine, theirs) in enumerate(zip(tangents, seconds, strict=False)):
             pairs[f"tangent {i}"] = (mine, theirs)
         return pairs
+
+    def declared(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """What the rule declares of its structure, on the stock operator."""
+        pairs: dict[str, tuple[Tensor, Tensor]] = {}
+        if self.rule.same_entries:
+            pairs["same entries"] = (self.outs[0].flatten(), self.inputs[0].flatten())
+        out = self.outs[0]
+        for slot, moves in enumerate(self.floats):
+            alone = [i == slot for i in range(len(self.inputs))]
+            u = self.inputs[slot].detach().requires_grad_(moves)
+            if not moves or not (u.dim() and out.dim() and self.xi[0] is not None):
+                continue
+            y = self._stock([*self.inputs[:slot], u, *self.inputs[slot + 1 :]])[0]
+            if not y.requires_grad:
+                continue
+            if self.rule.diagonal:
+                pairs[f"diagonal {slot}"] = self._apart(y.flatten(), u, u.numel())
+            if self.rule.separates(self.call, alone) and u.shape[:1] == y.shape[:1]:
+                pairs[f"per example {slot}"] = self._apart(y, u, u.shape[0])
+        return pairs
+
+    def _apart(self, y: Tensor, u: Tensor, parts: int) -> tuple[Tensor, Tensor]:
+        """(derivatives of the first and the last part of y in the other parts of u, zero)."""
+        (first,) = torch.autograd.grad(y[:1].sum(), u, retain_graph=True)
+        (last,) = torch.autograd.grad(y[-1:].sum(), u, retain_graph=True)
+        rest = torch.cat([first.reshape(parts, -1)[1:], last.reshape(parts, -1)[:-1]])
+        return rest, torch.zeros_like(rest)
 
     def against_differences(self, step: float = 1e-5) -> dict[str, tuple[Any, Any]]:
         """Central differences along q: of F for the tangent, of autograd's *first* derivative

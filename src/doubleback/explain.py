@@ -12,12 +12,6 @@ from .plan import Plan, Step
 from .planner import Decision
 from .rules import Structure
 
-_COUNTED = (
-    "linear", "convolution", "conv1d", "conv2d", "conv3d", "conv_transpose1d",
-    "conv_transpose2d", "conv_transpose3d", "matmul", "mm", "bmm", "mv", "dot", "addmm",
-    "baddbmm", "addmv", "einsum", "locally_connected",
-)  # fmt: skip
-
 
 @dataclass(frozen=True)
 class Explanation:
@@ -135,7 +129,7 @@ def explain(plan: Plan, penalty: Penalty) -> Explanation:
         "tangent": _row(plan, _tangent_counts),
         "second": _row(plan, _second_counts),
     }
-    layers = sum(1 for s in plan.steps if _bilinear(s))
+    layers = sum(1 for s in plan.steps if s.rule.layer)
     kept = sum(_bytes(plan, v) for v in plan.kept if v not in plan.leaves)
     kept += sum(_bytes(plan, v) for s in plan.steps if s.keeps_xi for v in s.node.outputs)
     operators: dict[str, dict[str, Any]] = {}
@@ -155,8 +149,8 @@ def explain(plan: Plan, penalty: Penalty) -> Explanation:
 
 def explain_jacobian(plan: Plan, penalty: Jacobian, decision: Decision) -> Explanation:
     """What the chosen candidate runs, at what price, and what the others would have cost."""
-    base = explain(plan, penalty)
-    profile = decision.profiles[decision.chosen]
+    base, profiles = explain(plan, penalty), decision.profiles
+    profile = profiles[decision.chosen]
     seeds, layers = profile.seeds, base.layers
     outputs = plan.graph.shape(plan.target)[1:]
     rows = penalty.projections or (penalty.seed_count((1, *outputs)) + (penalty.of == "softmax"))
@@ -181,7 +175,7 @@ def explain_jacobian(plan: Plan, penalty: Jacobian, decision: Decision) -> Expla
         "budget": decision.budget,
         "candidates": {
             name: {"seeds": p.seeds, "flops": p.flops(p.seeds), "peak_bytes": p.peak_bytes(p.seeds)}
-            for name, p in decision.profiles.items()
+            for name, p in profiles.items()
         },
         "excluded": decision.excluded,
         "shortcuts": decision.shortcuts,
@@ -194,7 +188,7 @@ def explain_jacobian(plan: Plan, penalty: Jacobian, decision: Decision) -> Expla
 
 def with_iterations(told: Explanation, plan: Plan, iterations: int) -> Explanation:
     """The power iteration's rounds beside the four sweeps: K and Kᵀ through every layer each."""
-    layers = sum(1 for s in plan.steps if _bilinear(s) and any(s.pull))
+    layers = sum(1 for s in plan.steps if s.rule.layer and any(s.pull))
     nodes = 2 * iterations * sum(1 for s in plan.steps if any(s.pull))
     done = Operations(iterations * layers, iterations * layers, 0)
     sweeps = dict(told.sweeps)
@@ -217,11 +211,6 @@ def _paper(layers: int, penalty: Penalty) -> int:
     return 4 * layers - 1 if penalty.extras == 1 and penalty.varying else 5 * layers - 2
 
 
-def _bilinear(step: Step) -> bool:
-    name = step.node.op._schema.name.rpartition("::")[2]
-    return name in _COUNTED
-
-
 def _structure(step: Step) -> str:
     if not step.differentiated:
         return "no derivative"
@@ -240,7 +229,7 @@ def _row(plan: Plan, count: Any) -> dict[str, int]:
     for step in plan.steps:
         runs, k, kt, kw = count(step)
         row["nodes"] += bool(runs)
-        if runs and _bilinear(step):
+        if runs and step.rule.layer:
             row["forward"] += k
             row["transpose"] += kt
             row["weight_adjoint"] += kw
@@ -248,19 +237,17 @@ def _row(plan: Plan, count: Any) -> dict[str, int]:
 
 
 def _slots(step: Step, flags: tuple[bool, ...]) -> tuple[bool, bool]:
-    """(activation side, weight side) of a product's inputs."""
-    shift = 1 if step.node.op._schema.name in ("aten::addmm", "aten::baddbmm", "aten::addmv") else 0
-    return flags[shift], flags[shift + 1] if len(flags) > shift + 1 else False
+    """(activation side, weight side) of a layer's inputs; neither of any other operator."""
+    x, weight = step.rule.layer or (len(flags), len(flags))
+    return flags[x : x + 1] == (True,), flags[weight : weight + 1] == (True,)
 
 
 def _backward_counts(step: Step) -> tuple[bool, int, int, int]:
-    x, weight = _slots(step, step.pull) if _bilinear(step) else (False, False)
+    x, weight = _slots(step, step.pull)
     return any(step.pull), 0, int(x), int(weight)
 
 
 def _tangent_counts(step: Step) -> tuple[bool, int, int, int]:
-    if not _bilinear(step):
-        return step.push or step.curves, 0, 0, 0
     x_moves, weight_moves = _slots(step, step.pull)
     x_bends, weight_bends = _slots(step, step.bend)
     products = int(step.push) * (int(x_moves) + int(weight_moves))
@@ -268,5 +255,5 @@ def _tangent_counts(step: Step) -> tuple[bool, int, int, int]:
 
 
 def _second_counts(step: Step) -> tuple[bool, int, int, int]:
-    x, weight = _slots(step, step.pull2) if _bilinear(step) else (False, False)
+    x, weight = _slots(step, step.pull2)
     return any(step.pull2), 0, int(x), int(weight)

@@ -15,7 +15,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -30,6 +30,9 @@ from .plan import Plan, make_plan
 from .rules import add
 from .segments import Sources, finished
 from .spaces import dual_square
+
+if TYPE_CHECKING:
+    from .planner import Decision
 
 
 @dataclass
@@ -140,10 +143,11 @@ class Phases(Program, ABC):
 
 @dataclass(frozen=True, eq=False)
 class JacobianProgram(Phases):
-    """‖J‖²_F by one of the candidates, `chunk` seeds at a time."""
+    """‖J‖²_F by one of the candidates, `chunk` seeds at a time; decision: why so."""
 
     candidate: Candidate = field(kw_only=True)
     chunk: list[int] = field(kw_only=True)
+    decision: Decision | None = field(default=None, kw_only=True)
 
     def first(self, leaves: Mapping[int, Tensor], extra: Sequence[Any], keep: bool = True) -> First:
         self.replay.tick()

@@ -13,7 +13,16 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from .bridge import Bridge, Job, Program, _no_autocast, deliver
-from .calls import Arguments, choose, graph_key, pick, read_state, run_prelude, take_apart
+from .calls import (
+    Arguments,
+    choose,
+    graph_key,
+    pick,
+    read_state,
+    requires_grad,
+    run_prelude,
+    take_apart,
+)
 from .capture import capture
 from .cuda_graphs import GraphedStep
 from .errors import CaptureError, CaptureWarning, InputError
@@ -139,12 +148,12 @@ class Penalised(nn.Module):
         if graph is None:
             return self._on_autograd(call)
         program, state = self._program(graph, call, gradients=torch.is_grad_enabled())
-        plan = program.plan
+        plan, asked = program.plan, call.asked if torch.is_grad_enabled() else {}
         with _no_autocast():
             prelude = run_prelude(plan, state)
             job = Job(program, {v: prelude[v] for v in plan.constants}, call.constants)
-            tensors = [prelude[v] for v in (*plan.penalised, *plan.effective)]
-            if plan.trained:
+            tensors = [*(prelude[v] for v in (*plan.penalised, *plan.effective)), *asked.values()]
+            if plan.trained or asked:
                 *outputs, penalty = Bridge.apply(job, *tensors)  # type: ignore[misc]
             else:
                 with torch.no_grad():
@@ -167,7 +176,8 @@ class Penalised(nn.Module):
         loss: "cross_entropy", "mse", "bce" or a callable (out, y) → one loss per example; its
         mean over the batch is taken. Left out, it is the loss of `LossGradient`, or none. Its
         target is the last argument, before the penalty's own unless that is `LossGradient`,
-        which shares it. weight=0 is a plain training step.
+        which shares it, and is held constant; tensors of any other penalty's own that require
+        grad receive theirs. weight=0 is a plain training step.
 
         >>> import torch, doubleback as db
         >>> model = db.Penalised(torch.nn.Linear(4, 3), db.LossGradient("cross_entropy"))
@@ -180,6 +190,11 @@ class Penalised(nn.Module):
         call = self._call(args, kwargs)
         if isinstance(self.penalty, LossGradient):
             target = call.extra[0]
+        if own_loss is not None and requires_grad(target):
+            raise InputError(
+                "accumulate holds the loss's target constant, but it requires grad: detach it, or "
+                "call the model and backward() for its gradient"
+            )
         graph = self._graph(call)
         if graph is None:
             return self._accumulate_on_autograd(call, own_loss, target, weight)
@@ -194,7 +209,8 @@ class Penalised(nn.Module):
                 outputs, loss_value, penalty, grads, mutated = self._step(
                     program, values, call.constants, own_loss, target, float(weight)
                 )
-            ends = [prelude[v] for v in (*plan.penalised, *plan.effective)]
+            swept = (prelude[v] for v in (*plan.penalised, *plan.effective))
+            ends = [*swept, *call.asked.values()]
             pairs = [(t, g) for t, g in zip(ends, grads, strict=True) if g is not None]
             deliver(pairs, shared=self.cuda_graph)
         self._write_buffers(plan, prelude, mutated)
@@ -238,10 +254,9 @@ class Penalised(nn.Module):
         program, _ = self._program(graph, call, gradients=True)
         plan, quiet = program.plan, Replay(False, None)
         if isinstance(self.penalty, Jacobian):
-            _, decision = plan_jacobian(plan, self.penalty, False, quiet, price=True)
-            return explain_jacobian(plan, self.penalty, decision)
+            return explain_jacobian(plan, self.penalty, program.decision)
         told = explain(plan, self.penalty)
-        bare: Program = Program(plan, self.penalty)
+        bare: Program = Program(plan, self.penalty, asked=tuple(call.asked))
         if isinstance(self.penalty, SpectralNorm):
             bare = SpectralProgram.build(plan, self.penalty, False, quiet, {})
             told = with_iterations(told, plan, self.penalty.iterations)
@@ -315,28 +330,30 @@ class Penalised(nn.Module):
         """The program for this graph and these wanted gradients, and the graph's state."""
         state = read_state(self._owners(graph), graph, call.leaves)
         wanted = frozenset(v for v, t in state.items() if gradients and t.requires_grad)
+        asked = tuple(call.asked) if gradients else ()
         penalised = tuple(graph.inputs[i] for i in call.penalised)
-        key = (id(graph), wanted)
+        key = (id(graph), wanted, asked)
         program = self._programs.get(key)
         target = choose(graph, self.output)
         self.penalty.check(graph.shape(target), call.x, *call.extra)
         if program is None:
+            seeding = bool(asked) and any(call.asks(i) for i in self.penalty.in_seed)
             plan = make_plan(
                 graph, penalised, target, wanted,  # type: ignore[arg-type]
-                varying_seed=self.penalty.varying,
+                varying_seed=self.penalty.varying or seeding,
             )  # fmt: skip
-            program = self._make_program(plan)
+            program = self._make_program(plan, asked)
             _remember(self._programs, key, program)
         return program, state
 
-    def _make_program(self, plan: Plan) -> Any:
+    def _make_program(self, plan: Plan, asked: tuple[int, ...]) -> Any:
         after = None if self.debug else self.flatten_after
         replay = Replay(False if self.debug else self.compile_mode, after)
         if isinstance(self.penalty, Jacobian):
-            return plan_jacobian(plan, self.penalty, self.debug, replay)[0]
+            return plan_jacobian(plan, self.penalty, self.debug, replay)
         if isinstance(self.penalty, SpectralNorm):
             return SpectralProgram.build(plan, self.penalty, self.debug, replay, self._carried)
-        program = Program(plan, self.penalty, self.debug)
+        program = Program(plan, self.penalty, self.debug, asked=asked)
         return program if self.debug else FlattenedProgram(program, replay)
 
     def _owners(self, graph: Graph) -> list[tuple[nn.Module, str, int, bool]]:
@@ -397,7 +414,7 @@ class Penalised(nn.Module):
             choose,
             call.x,
             self.penalty,
-            call.constants,
+            call.extra,
             patch=patch and supported(torch.__version__),
         )
 

@@ -7,6 +7,7 @@ Each penalty is a small record with
     seed(out, *e)      v, shaped like `out`
     head(out, h, *e)   (∂v/∂out)* h, where v varies
     measure(ξ, *e)     p per example, and q₀ = ∇p
+    pull(…, *e)        the gradient of e itself, where it is asked for
     check(out, x, *e)  raises before anything runs on a wrong argument
 """
 
@@ -18,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from .errors import InputError
 from .losses import Loss, make_loss
@@ -32,6 +34,7 @@ class Penalty(ABC):
 
     extras: int = 0
     varying: bool = False
+    in_seed: tuple[int, ...] = ()  # which extras enter a v that does not vary with the output
 
     def __init__(self, norm: Any = None, reduction: str = "mean") -> None:
         if reduction not in REDUCTIONS:
@@ -57,6 +60,27 @@ class Penalty(ABC):
     def value(self, xi: Sequence[Tensor], *extra: Tensor) -> Tensor:
         """p per example, differentiably: what the autograd oracle uses."""
         return self.norm.value(xi)
+
+    def pull(
+        self, asked: Sequence[int], out: Tensor, h: Tensor | None, xi: Sequence[Tensor],
+        weights: Tensor, *extra: Any,
+    ) -> list[Tensor | None]:  # fmt: skip
+        """∇ₑ Σ_b ḡ_b p(J*v) = (∂v/∂e)* h + ∂p/∂e* ḡ, at fixed ξ and with h = J(ḡ⊙∇p), by autograd
+        on v and p alone. asked: the places of the e among the flattened extras."""
+        leaves, spec = pytree.tree_flatten(extra)
+        with torch.enable_grad():
+            for i in asked:
+                leaves[i] = leaves[i].detach().requires_grad_()
+            given = pytree.tree_unflatten(leaves, spec)
+            pairs = [(self.value(xi, *given), weights)]
+            if h is not None:
+                pairs.append((self.oracle_seed(out.detach().requires_grad_(), *given), h))
+            pairs = [(end, along.to(end.dtype)) for end, along in pairs if end.requires_grad]
+            if not pairs:
+                return [None] * len(asked)
+            ends, along = zip(*pairs, strict=True)
+            chosen = [leaves[i] for i in asked]
+            return list(torch.autograd.grad(ends, chosen, along, allow_unused=True))
 
     def oracle_seed(self, out: Tensor, *extra: Tensor) -> Tensor:
         """v as autograd finds it, for the oracle."""
@@ -89,7 +113,8 @@ class LossGradient(Penalty):
     """Classical double backpropagation: R = p(∇ₓℓ(net(x), y)), ℓ the loss of one example.
 
     loss: "cross_entropy" (with label_smoothing, class_weights, ignore_index), "mse" (‖out−y‖²),
-    "bce" (with logits), or a callable (out, y) → one loss per example.
+    "bce" (with logits), or a callable (out, y) → one loss per example. A y that requires grad
+    (soft labels) receives its gradient.
 
     >>> import torch, doubleback as db
     >>> model = db.Penalised(torch.nn.Linear(3, 4), db.LossGradient("cross_entropy"))
@@ -189,8 +214,8 @@ class OutputGradient(_Entry):
 class GradientMatch(_Entry):
     """Sobolev training and force matching: R = p(∇ₓ out⟨index⟩ − target).
 
-    The target, shaped like x (a tuple for several inputs), is the call's last argument and is
-    held constant.
+    The target, shaped like x (a tuple for several inputs), is the call's last argument. One that
+    requires grad receives its gradient, ∂R/∂target = −∇p.
     """
 
     extras = 1
@@ -214,11 +239,12 @@ class GradientMatch(_Entry):
 class BilinearForm(Penalty):
     """R = ⟨w, J q⟩ = ⟨J*w, q⟩ per example: FFJORD's εᵀJε, log-determinant series.
 
-    The call's last two arguments are w, shaped like the output, and q, shaped like x; both are
-    held constant.
+    The call's last two arguments are w, shaped like the output, and q, shaped like x. Those that
+    require grad receive theirs, ∂R/∂w = J q and ∂R/∂q = J*w.
     """
 
     extras = 2
+    in_seed = (0,)
 
     def __init__(self, reduction: str = "mean") -> None:
         super().__init__(None, reduction)
@@ -249,7 +275,7 @@ class Custom(Penalty):
 
     v(out, *extra) → a tensor shaped like out, differentiable in out where it depends on it;
     p(ξ) → one number per example, or any norm. `extras` says how many of the call's last
-    arguments go to v.
+    arguments go to v; those that require grad receive theirs.
     """
 
     varying = True

@@ -2,7 +2,8 @@
 
 Flags per value (theory §2, any directed acyclic graph):
 
-    dependent   its number depends on the penalised input: it is computed in the forward sweep
+    dependent   its number depends on the penalised input, or on random numbers drawn after some
+                of the network's: it is computed in the forward sweep, in the network's order
     active      its derivative along the penalised input can differ from zero
     trained     a wanted gradient (parameter, x) flows through it: it carries γ
     reaching    the penalised output depends on it: it carries ξ
@@ -161,12 +162,19 @@ def _stops(rule: Rule) -> bool:
 
 
 def _dependent(graph: Graph, sources: Iterable[int]) -> set[int]:
-    """Values whose number depends on `sources`."""
-    found = set(sources)
+    """Values whose number depends on `sources`, or on numbers drawn after the first that such a
+    value drew: drawn before the sweeps, they would not be those that the network draws."""
+    found, drawn = set(sources), False
     for node in graph.nodes:
-        if any(v in found for v in node.inputs):
+        late = drawn and _draws(node) and (find_rule(node.op).own or not node.inputs)
+        if late or any(v in found for v in node.inputs):
             found.update(node.outputs)
+            drawn = drawn or _draws(node)
     return found
+
+
+def _draws(node: Node) -> bool:
+    return torch.Tag.nondeterministic_seeded in getattr(node.op, "tags", ())
 
 
 def _flow(graph: Graph, sources: Iterable[int], rules: Mapping[int, Rule]) -> set[int]:
@@ -298,8 +306,7 @@ def _channels_last(
 
 def _check_random(step: Step) -> None:
     """A random operator cannot be run again by the generic rule: it would draw anew."""
-    seeded = torch.Tag.nondeterministic_seeded in getattr(step.node.op, "tags", ())
-    if seeded and step.differentiated and not step.rule.own:
+    if _draws(step.node) and step.differentiated and not step.rule.own:
         raise RuleError(
             f"{step.node} draws random numbers and has no rule of its own, so its derivative "
             f"would see other numbers ({step.node.source}). Remedy: db.register_rule for it."

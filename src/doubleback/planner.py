@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 from .candidates import Candidate, Columns, Rows, Waist, candidates
 from .errors import InputError, PenaltyWarning
@@ -11,53 +12,63 @@ from .flatten import Replay
 from .jacobian import MANY_SEEDS, Jacobian
 from .jacobian_program import JacobianProgram
 from .plan import Plan
-from .pricing import Profile, free_bytes, profile
+from .pricing import Profile, Run, free_bytes, profile
 from .segments import Segment
 from .sweeps import finite_watch
 
 
-@dataclass
-class Decision:
-    """What was chosen, at what price, and why not otherwise.
+class Prices:
+    """Profiles by candidate, made when asked for; none runs twice with the same number of seeds."""
 
-    profiles: of the candidates that were priced, by name; excluded: why others do not apply.
-    """
+    def __init__(self, plan: Plan, penalty: Jacobian, found: Iterable[Candidate]) -> None:
+        self.programs = {
+            c.name: JacobianProgram(plan, penalty, candidate=c, chunk=[1]) for c in found
+        }
+        self.runs: dict[str, dict[int, Run]] = {name: {} for name in self.programs}
+
+    def __call__(self, name: str, chunk: int | None = None) -> Profile:
+        return profile(self.programs[name], chunk, self.runs[name])
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What was chosen, and why not otherwise. excluded: why other candidates do not apply."""
 
     chosen: str
     chunk: int
     budget: int
-    profiles: dict[str, Profile]
     excluded: dict[str, str]
-    shortcuts: dict[str, str] = field(default_factory=dict)
+    shortcuts: dict[str, str]
+    prices: Prices
+
+    @property
+    def profiles(self) -> dict[str, Profile]:
+        """Of every candidate by name, the chosen one at its own chunk."""
+        return {
+            name: self.prices(name, self.chunk if name == self.chosen else None)
+            for name in self.prices.programs
+        }
 
 
-def plan_jacobian(
-    plan: Plan, penalty: Jacobian, debug: bool, replay: Replay, price: bool = False
-) -> tuple[JacobianProgram, Decision]:
-    """The program for a Jacobian penalty. price: profile every candidate, for an explanation."""
+def plan_jacobian(plan: Plan, penalty: Jacobian, debug: bool, replay: Replay) -> JacobianProgram:
+    """The program for a Jacobian penalty; its `decision` explains itself."""
     _warn_of_softmax(plan, penalty)
-    watch = finite_watch(plan) if debug else None
-    found, excluded = candidates(plan, penalty, watch)
-    programs = {
-        c.name: JacobianProgram(plan, penalty, debug, replay, candidate=c, chunk=[c.seeds])
-        for c in found
-    }
+    quiet, excluded = candidates(plan, penalty)
+    watched = candidates(plan, penalty, finite_watch(plan))[0] if debug else quiet
+    found = {c.name: c for c in watched}
+    prices = Prices(plan, penalty, quiet)
     device = plan.graph.values[plan.target].device  # type: ignore[union-attr]
     budget = penalty.memory if penalty.memory is not None else free_bytes(device)
-    profiles: dict[str, Profile] = {}
-    if price:
-        profiles = {name: _profile(p) for name, p in programs.items()}
-    name = _choose(programs, penalty, excluded, profiles, budget)
-    program = programs[name]
-    seeds = program.candidate.seeds
+    name = _choose(found, penalty, excluded, prices, budget)
+    candidate = found[name]
     if name == "rows" and penalty.whole:
-        _check_seeds(seeds, penalty)
-    program.chunk[0] = _chunk(program, penalty, profiles, budget)
-    if price:  # the chosen one at its own chunk
-        profiles[name] = _profile(program, program.chunk[0])
-    shortcuts = _shortcuts(program.candidate, penalty)
-    decision = Decision(name, program.chunk[0], budget, profiles, excluded, shortcuts)
-    return program, decision
+        _check_seeds(candidate.seeds, penalty)
+    chunk = _chunk(plan, candidate, penalty, prices, budget)
+    shortcuts = _shortcuts(candidate, penalty)
+    decision = Decision(name, chunk, budget, excluded, shortcuts, prices)
+    return JacobianProgram(
+        plan, penalty, debug, replay, candidate=candidate, chunk=[chunk], decision=decision
+    )
 
 
 def _check_seeds(seeds: int, penalty: Jacobian) -> None:
@@ -70,49 +81,37 @@ def _check_seeds(seeds: int, penalty: Jacobian) -> None:
         )
 
 
-def _profile(program: JacobianProgram, chunk: int | None = None) -> Profile:
-    quiet = JacobianProgram(
-        program.plan, program.penalty, False, Replay(False, None),
-        candidate=program.candidate, chunk=[1],
-    )  # fmt: skip
-    return profile(quiet, chunk)
-
-
 def _choose(
-    programs: dict[str, JacobianProgram],
+    found: Mapping[str, Candidate],
     penalty: Jacobian,
-    excluded: dict[str, str],
-    profiles: dict[str, Profile],
+    excluded: Mapping[str, str],
+    prices: Prices,
     budget: int,
 ) -> str:
     if penalty.plan != "auto":
-        if penalty.plan not in programs:
+        if penalty.plan not in found:
             raise InputError(
                 f'plan="{penalty.plan}" does not apply here: {excluded[penalty.plan]}; '
                 'use plan="auto"'
             )
         return penalty.plan
-    rows = programs["rows"].candidate.seeds
-    able = [n for n, p in programs.items() if n == "rows" or p.candidate.seeds < rows]
+    rows = found["rows"].seeds
+    able = [n for n, c in found.items() if n == "rows" or c.seeds < rows]
     if len(able) == 1:
         return "rows"
-    for name in able:
-        profiles.setdefault(name, _profile(programs[name]))
+    profiles = {name: prices(name) for name in able}
     fits = [n for n in able if profiles[n].largest_chunk(budget) > 0] or able
     return min(fits, key=lambda n: profiles[n].cost(profiles[n].seeds))
 
 
-def _chunk(
-    program: JacobianProgram, penalty: Jacobian, profiles: dict[str, Profile], budget: int
-) -> int:
-    candidate = program.candidate
+def _chunk(plan: Plan, candidate: Candidate, penalty: Jacobian, prices: Prices, budget: int) -> int:
     if not candidate.divisible:
         return candidate.seeds
     if penalty.chunk is not None:
         return min(penalty.chunk, candidate.seeds)
-    if penalty.memory is None and _surely_fits(program.plan, candidate.seeds, budget):
+    if penalty.memory is None and _surely_fits(plan, candidate.seeds, budget):
         return candidate.seeds
-    cost = profiles.setdefault(candidate.name, _profile(program))
+    cost = prices(candidate.name)
     chunk = cost.largest_chunk(budget)
     if chunk == 0:
         raise InputError(

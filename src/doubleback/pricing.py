@@ -191,14 +191,18 @@ class Profile:
         return max(1, min(self.seeds, int(room // max(slope, 1))))
 
 
-def profile(program: JacobianProgram, chunk: int | None = None) -> Profile:
+def profile(program: JacobianProgram, chunk: int | None, runs: dict[int, Run]) -> Profile:
     """Run every phase on fake tensors, with few seeds and with `chunk` (or as many as show how
-    cost grows: peak memory is convex in the number of seeds, so large numbers tell)."""
+    cost grows: peak memory is convex in the number of seeds, so large numbers tell).
+
+    runs: those there are, by number of seeds; it gains the new ones.
+    """
     seeds = program.candidate.seeds
     most = min(seeds, chunk or 16) if program.candidate.divisible else seeds
     few = max(1, most // 2) if program.candidate.divisible else seeds
-    large = _run(program, most)
-    small = large if few == most else _run(program, few)
+    for size in {few, most} - set(runs):
+        runs[size] = _run(program, size)
+    small, large = runs[few], runs[most]
 
     def cost(name: str) -> Affine:
         return Affine(few, getattr(small, name), most, getattr(large, name))
@@ -217,7 +221,9 @@ def profile(program: JacobianProgram, chunk: int | None = None) -> Profile:
 
 
 @dataclass
-class _Run:
+class Run:
+    """What each phase took, with one number of seeds."""
+
     open_flops: int = 0
     close_flops: int = 0
     part_flops: int = 0
@@ -232,8 +238,8 @@ class _Run:
     part_written: int = 0
 
 
-def _run(program: JacobianProgram, size: int) -> _Run:
-    found = _Run()
+def _run(program: JacobianProgram, size: int) -> Run:
+    found = Run()
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         leaves = _fake_leaves(program.plan)
         with Meter(leaves.values(), joins=True) as meter:

@@ -33,12 +33,6 @@ from .spaces import Euclidean, dual_square
 
 Sources = dict[Any, Tensor]
 
-# operators that keep the entries of one example and their order
-SAME_ENTRIES = frozenset(
-    f"aten::{name}" for name in ("view", "reshape", "_unsafe_view", "flatten", "squeeze",
-                                 "unsqueeze", "clone", "alias", "contiguous")
-)  # fmt: skip
-
 
 @dataclass(frozen=True)
 class End:
@@ -319,7 +313,7 @@ def first_dense(plan: Plan, start: int, stop: int) -> End | None:
         end = _dense(plan, step)
         if end is not None:
             return end if end.x == value else None
-        same = step.node.op._schema.name in SAME_ENTRIES
+        same = step.rule.same_entries and step.node.inputs == (value,)
         keeps_batch = plan.graph.shape(step.node.outputs[0])[:1] == plan.graph.shape(start)[:1]
         if not (same and keeps_batch):
             return None

@@ -27,6 +27,7 @@ from .plan import Plan, Step
 from .rules import Call, add, seeded
 
 Watch = Callable[[str, Step, Any], None]
+INPUTS = "inputs"
 
 
 @dataclass
@@ -34,12 +35,13 @@ class State:
     """What passes from one sweep to the next.
 
     values: by value number; saved: by node, what forward rules handed over;
-    xi: by node, cotangents that a curvature source will read; q0: ∇p by penalised input.
+    xi: by node, cotangents that a curvature source will read, and under `INPUTS` those of the
+    penalised inputs where the penalty will read them; q0: ∇p by penalised input.
     """
 
     values: dict[int, Tensor]
     saved: dict[int, Any] = field(default_factory=dict)
-    xi: dict[int, Any] = field(default_factory=dict)
+    xi: dict[Any, Any] = field(default_factory=dict)
     q0: list[Tensor] = field(default_factory=list)
 
 
@@ -49,7 +51,7 @@ def forward(plan: Plan, leaves: Mapping[int, Tensor], watch: Watch | None = None
     values = state.values
     for step, drop in zip(plan.steps, plan.drop_forward, strict=True):
         node = step.node
-        call = _call(plan, step, state)
+        call = call_of(plan, step, state)
         out, saved = _guard("forward", step, step.rule.forward, call)
         for v, part in zip(node.outputs, out if node.many else (out,), strict=True):
             values[v] = part
@@ -81,7 +83,7 @@ def backward(
             continue
         if keep and step.keeps_xi:
             state.xi[step.node.index] = y
-        grads = _pull("backward", step, _call(plan, step, state), y, seeds)
+        grads = _pull("backward", step, call_of(plan, step, state), y, seeds)
         if watch is not None:
             watch("backward", step, grads)
         _accumulate(step, xi, grads, step.pull)
@@ -109,7 +111,7 @@ def tangent(
             moved = tuple(q.get(v) for v in node.inputs)
             xi = state.xi.get(node.index) if keep else state.xi.pop(node.index, None)
             if any(part is not None for part in moved):
-                call = _call(plan, step, state)
+                call = call_of(plan, step, state)
                 out, bent = _both("tangent", step, call, xi, moved, step.push, seeds)
                 if watch is not None:
                     watch("tangent", step, (out, bent))
@@ -136,7 +138,7 @@ def push(
             if keep and step.curves:
                 moved[node.index] = parts
             if step.push:
-                call = _call(plan, step, state)
+                call = call_of(plan, step, state)
                 _spread(step, q, _both("tangent", step, call, None, parts, True, seeds)[0])
         for v in drop:
             q.pop(v, None)
@@ -160,7 +162,7 @@ def pull(
         y = _collect(step, xi)
         if y is None:
             continue
-        call = _call(plan, step, state)
+        call = call_of(plan, step, state)
         parts = moved.pop(step.node.index, None)
         if parts is not None:
             bent = _both("backward", step, call, y, parts, False, seeds)[1]
@@ -184,7 +186,7 @@ def second(
             y = _collect(step, gamma)
             if y is not None:
                 grads = _guard(
-                    "second", step, step.rule.backward, _call(plan, step, state), y, step.pull2
+                    "second", step, step.rule.backward, call_of(plan, step, state), y, step.pull2
                 )
                 if watch is not None:
                     watch("second", step, grads)
@@ -222,7 +224,8 @@ def _spread(step: Step, q: dict[int, Tensor], out: Any) -> None:
             q[value] = part
 
 
-def _call(plan: Plan, step: Step, state: State) -> Call:
+def call_of(plan: Plan, step: Step, state: State) -> Call:
+    """A node as its rule sees it, with the values that are there."""
     node, values = step.node, state.values
     metas = plan.graph.values
     out = None

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..graph import Ref
 from .seeded import VMAP
 from .structures import broadcast_adjoint, linear
-from .table import Call, Rule, Structure, Tensors, add, overload, run
+from .table import Call, Rule, Structure, Tensors, add, aligned, alone, overload, run
 
 # ------------------------------------------------------------------ sums and differences
 
@@ -42,7 +42,7 @@ def _combination(coefficients: Callable[[Call], Sequence[float]]) -> Rule:
             out = out.expand(call.shape)
         return out
 
-    return linear(backward=backward, tangent=tangent)
+    return linear(backward=backward, tangent=tangent, per_example=aligned())
 
 
 def _alpha(sign: int, reverse: bool = False) -> Callable[[Call], Sequence[float]]:
@@ -107,6 +107,7 @@ def _div() -> Rule:
         reads_inputs=lambda live: (False, True) if len(live) == 2 else (True,),
         curves=lambda i, j: (i, j) != (0, 0),
         seeded=VMAP,
+        per_example=aligned(),
     )  # fmt: skip
 
 
@@ -116,7 +117,7 @@ def _div_scalar() -> Rule:
     def scale(call: Call, t: Tensor) -> Tensor:
         return t / call.argument(1, "other")
 
-    return linear(scale, tangent=lambda call, q: scale(call, q[0]))  # type: ignore[arg-type]
+    return linear(scale, tangent=lambda call, q: scale(call, q[0]), per_example=alone())  # type: ignore[arg-type]
 
 
 # ------------------------------------------------------------------------------ choices
@@ -285,8 +286,8 @@ def rules() -> Iterator[tuple[Any, Rule]]:
         _combination(_alpha(-1, reverse=True)): ["rsub.Scalar", "rsub.Tensor"],
         _div(): ["div.Tensor"],
         _div_scalar(): ["div.Scalar"],
-        linear(lambda call, y: y * call.argument(1, "other")): ["mul.Scalar"],
-        linear(lambda call, y: -y): ["neg.default"],
+        linear(lambda call, y: y * call.argument(1, "other"), per_example=alone()): ["mul.Scalar"],
+        linear(lambda call, y: -y, per_example=alone()): ["neg.default"],
         _where(): ["where.self", "where.ScalarOther", "where.ScalarSelf"],
         _extremum(True): ["maximum.default"],
         _extremum(False): ["minimum.default"],

@@ -15,7 +15,7 @@ from ..kernels.attention import (
     attention_tangent,
 )
 from .structures import generic
-from .table import Call, Rule, Structure, Tensors, overload
+from .table import Call, Rule, Structure, Tensors, aligned, overload
 
 _GENERIC = generic()
 
@@ -74,6 +74,7 @@ def _attention() -> Rule:
     return Rule(
         Structure.GENERAL, forward, backward, tangent, tangent_curvature=both,
         reads=frozenset({"inputs", "output"}),
+        per_example=aligned(lambda call: len(call.shape) > 2),
     )  # fmt: skip
 
 

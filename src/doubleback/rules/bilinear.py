@@ -9,17 +9,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..counting import counted
 from ..graph import Ref
 from ..kernels import locally_connected as local
 from ..operators import Convolution, Dense, LocallyConnected
 from ..operators.multilinear import einsum_adjoint, einsum_parts, is_plain
 from .seeded import fold
 from .structures import bilinear, broadcast_adjoint
-from .table import Call, Rule, Tensors, overload, sum_to
+from .table import Call, Rule, Tensors, aligned, overload, sum_to
 
 aten = torch.ops.aten
 DENSE = Dense()
+
+
+def _layer(rule: Rule) -> Rule:
+    """A layer whose K, Kᵀ and K□ report for themselves: those of `operators`."""
+    return replace(rule, layer=(0, 1))
 
 
 # ------------------------------------------------------------------------------- dense
@@ -31,7 +35,7 @@ def _linear() -> Rule:
     def bias(call: Call, y: Tensor) -> Tensor:
         return y.reshape(-1, y.shape[-1]).sum(0).reshape(call.metas[2].shape)
 
-    return bilinear(
+    rule = bilinear(
         product=lambda call, x, weight: DENSE.forward(weight, x),
         adjoint0=lambda call, weight, y: DENSE.transpose(weight, y),
         adjoint1=lambda call, x, y: DENSE.weight_adjoint(x, y),
@@ -43,6 +47,7 @@ def _linear() -> Rule:
         ),
         seeded=fold(0, lambda call: len(call.metas[0].shape) > 1),
     )
+    return _layer(rule)
 
 
 # ------------------------------------------------------------------------- convolution
@@ -123,10 +128,11 @@ def _convolution() -> Rule:
     def offset(call: Call, b: Tensor) -> Tensor:
         return b.reshape(-1, *(1,) * (len(call.metas[1].shape) - 2))
 
-    return bilinear(
+    rule = bilinear(
         product, adjoint0, adjoint1, forward=forward, backward=pull, offset=offset,
         seeded=fold(0, lambda call: not _unbatched(call)),
     )  # fmt: skip
+    return _layer(rule)
 
 
 # ------------------------------------------------------------------- locally connected
@@ -144,13 +150,14 @@ def _locally_connected() -> Rule:
     def product(call: Call, x: Tensor, weight: Tensor) -> Tensor:
         return operator(call).forward(weight, x)
 
-    return bilinear(
+    rule = bilinear(
         product=product,
         adjoint0=lambda call, weight, y: operator(call).transpose(weight, y, call.metas[0].shape),
         adjoint1=lambda call, x, y: operator(call).weight_adjoint(x, y, call.metas[1].shape),
         forward=lambda call: (product(call, call.value(0), call.value(1)), None),
         seeded=fold(0, lambda call: True),
     )
+    return _layer(rule)
 
 
 # --------------------------------------------------------------------- matrix products
@@ -185,26 +192,13 @@ def _matmul_adjoint1(call: Call, a: Tensor, y: Tensor) -> Tensor:
 def _matmul() -> Rule:
     """y = a b; with a weight on the right this is a dense layer, and is counted as one."""
 
-    def product(call: Call, a: Tensor, b: Tensor) -> Tensor:
-        counted(forward=1)
-        return a @ b
-
-    def adjoint0(call: Call, b: Tensor, y: Tensor) -> Tensor:
-        counted(transpose=1)
-        return _matmul_adjoint0(call, b, y)
-
-    def adjoint1(call: Call, a: Tensor, y: Tensor) -> Tensor:
-        counted(weight_adjoint=1)
-        return _matmul_adjoint1(call, a, y)
-
-    def forward(call: Call) -> tuple[Tensor, None]:
-        counted(forward=1)
-        return call.apply(call.inputs), None
-
     def by_weight(call: Call) -> bool:
         return len(call.metas[0].shape) > 1 and len(call.metas[1].shape) == 2
 
-    return bilinear(product, adjoint0, adjoint1, forward=forward, seeded=fold(0, by_weight))
+    return bilinear(
+        lambda call, a, b: a @ b, _matmul_adjoint0, _matmul_adjoint1,
+        seeded=fold(0, by_weight), layer=True,
+    )  # fmt: skip
 
 
 def _addmm() -> Rule:
@@ -241,19 +235,16 @@ def _addmm() -> Rule:
         xi = xi * scaled(call, "alpha") if scaled(call, "alpha") != 1 else xi
         return None, *product.curvature(turned(call), xi, q[1:], wanted[1:])
 
-    def forward(call: Call) -> tuple[Tensor, None]:
-        counted(forward=1)
-        return call.apply(call.inputs), None
-
     return Rule(
         structure=product.structure,
-        forward=forward,
+        forward=product.forward,
         backward=backward,
         tangent=tangent,
         curvature=curvature,
         reads_inputs=lambda live: (False, live[2], live[1]),
         curves=lambda i, j: (i, j) in ((1, 2), (2, 1)),
         seeded=fold(1, lambda call: len(call.metas[1].shape) == len(call.metas[2].shape) == 2),
+        layer=(1, 2),
     )
 
 
@@ -273,7 +264,7 @@ def _mul() -> Rule:
             call.metas[position].dtype
         )
 
-    two = bilinear(lambda call, a, b: a * b, adjoint(0), adjoint(1))
+    two = bilinear(lambda call, a, b: a * b, adjoint(0), adjoint(1), per_example=aligned())
 
     def scalar(call: Call) -> Any:
         return next(arg for arg in call.node.args if not isinstance(arg, Ref))
@@ -313,34 +304,29 @@ def _einsum() -> Rule:
         return len(call.inputs) == 2 == len(einsum_parts(equation)[0]) and is_plain(equation)
 
     def product(call: Call, a: Tensor, b: Tensor) -> Tensor:
-        counted(forward=1)
         return torch.einsum(call.argument(0, "equation"), a, b)
 
     def adjoint(position: int):
         def pull(call: Call, other: Tensor, y: Tensor) -> Tensor:
-            counted(**{"weight_adjoint" if position else "transpose": 1})
             shape = call.metas[position].shape
             return einsum_adjoint(str(call.argument(0, "equation")), position, shape, [other], y)
 
         return pull
 
-    two = bilinear(product, adjoint(0), adjoint(1))
+    two = bilinear(product, adjoint(0), adjoint(1), layer=True)
 
     def pick(call: Call) -> Rule:
         return two if plain(call) else fallback
 
-    def forward(call: Call) -> tuple[Tensor, None]:
-        counted(forward=1)
-        return call.apply(call.inputs), None
-
     return Rule(
         structure=fallback.structure,
-        forward=forward,
+        forward=two.forward,
         backward=lambda call, y, wanted: pick(call).backward(call, y, wanted),
         tangent=lambda call, q: pick(call).tangent(call, q),
         tangent_curvature=lambda call, xi, q, wanted, need: pick(call).both(
             call, xi, q, wanted, need
         ),
+        layer=two.layer,
     )
 
 

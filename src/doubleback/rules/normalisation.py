@@ -14,7 +14,7 @@ from ..kernels.groups import Groups
 from ..kernels.standardisation import standardise, standardise_backward
 from .seeded import LOOP, VMAP, choose
 from .structures import generic
-from .table import Call, Rule, Structure, Tensors, overload, tangent_of
+from .table import Call, PerExample, Rule, Structure, Tensors, alone, overload, tangent_of
 
 aten = torch.ops.aten
 _GENERIC = generic()
@@ -32,6 +32,7 @@ def standardisation(
     place: int,
     eps: Callable[[Call], float | None],
     forward: Callable[[Call], tuple[Any, Any]] | None = None,
+    per_example: PerExample | None = None,
 ) -> Rule:
     """y = w⊙x̂ + b. `place` is the position of the weight; statistics are kept by `forward`.
 
@@ -87,8 +88,9 @@ def standardisation(
         return (_pack(call, t) if need else None), spread(call, s_x, s_w)
 
     return Rule(
-        Structure.STANDARDISATION, forward or run, backward, tangent, tangent_curvature=both
-    )
+        Structure.STANDARDISATION, forward or run, backward, tangent, tangent_curvature=both,
+        per_example=per_example,
+    )  # fmt: skip
 
 
 def _x(call: Call) -> Tensor:
@@ -173,6 +175,7 @@ def _batch_norm_eval() -> Rule:
         tangent_curvature=both,
         curves=lambda i, j: i != j,
         seeded=choose(lambda call, q: LOOP if _moves_parameters(q) else VMAP),
+        per_example=alone(),
     )  # fmt: skip
 
 
@@ -180,22 +183,28 @@ def _sizes(value: Any) -> list[int]:
     return [value] if isinstance(value, int) else list(value)
 
 
+def _within_examples(call: Call) -> bool:
+    """Whether the normalised axes leave out the first."""
+    return len(call.metas[0].shape) > len(_sizes(call.argument(1, "normalized_shape")))
+
+
 def rules() -> Iterator[tuple[Any, Rule]]:
     table = {
         "layer_norm.default": standardisation(
             lambda c: Groups.layer_norm(_sizes(c.argument(1, "normalized_shape"))), 2,
-            lambda c: c.argument(4, "eps", 1e-5),
+            lambda c: c.argument(4, "eps", 1e-5), per_example=alone(where=_within_examples),
         ),
         "rms_norm.default": standardisation(
             lambda c: Groups.rms_norm(_sizes(c.argument(1, "normalized_shape"))), 2,
-            lambda c: c.argument(3, "eps", None),
+            lambda c: c.argument(3, "eps", None), per_example=alone(where=_within_examples),
         ),
         "group_norm.default": standardisation(
             lambda c: Groups.group_norm(c.argument(1, "num_groups")), 2,
-            lambda c: c.argument(4, "eps", 1e-5),
+            lambda c: c.argument(4, "eps", 1e-5), per_example=alone(),
         ),
         "instance_norm.default": standardisation(
-            lambda c: Groups.instance_norm(), 1, lambda c: c.argument(7, "eps", 1e-5)
+            lambda c: Groups.instance_norm(), 1, lambda c: c.argument(7, "eps", 1e-5),
+            per_example=alone(),
         ),
         "_native_batch_norm_legit_functional.default": standardisation(
             lambda c: Groups.batch_norm(), 1, lambda c: c.argument(7, "eps"), _batch_norm_forward

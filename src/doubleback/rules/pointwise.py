@@ -12,7 +12,7 @@ from torch import Tensor
 from ..kernels.pointwise import gelu_second, gelu_tanh_second, silu_second
 from .seeded import VMAP
 from .structures import coordinatewise, linear
-from .table import Call, Rule, Structure, Tensors, add, overload, run, sum_to
+from .table import Call, Rule, Structure, Tensors, add, alone, overload, run, sum_to
 
 aten = torch.ops.aten
 
@@ -140,7 +140,7 @@ def _prelu() -> Rule:
 
     return Rule(
         Structure.BILINEAR, run, backward, tangent, curvature, curves=lambda i, j: i != j,
-        seeded=VMAP,
+        seeded=VMAP, per_example=alone(where=lambda call: len(call.metas[0].shape) > 1),
     )  # fmt: skip
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from ..operators import AveragePool
 from .seeded import fold
 from .structures import linear
-from .table import Call, Rule, Structure, Tensors, overload, tangent_of
+from .table import Call, Rule, Structure, Tensors, alone, overload, tangent_of
 
 aten = torch.ops.aten
 
@@ -54,6 +54,11 @@ def _adaptive_max_pool(n: int) -> Rule:
         return (y, index), index
 
     return _by_indices(forward, spatial=n)
+
+
+def _images(n: int) -> Callable[[Call], bool]:
+    """Whether the input has a batch and a channel axis before its n spatial ones."""
+    return lambda call: len(call.metas[0].shape) == n + 2
 
 
 def _by_indices(forward: Any, spatial: int) -> Rule:
@@ -98,7 +103,7 @@ def _by_indices(forward: Any, spatial: int) -> Rule:
 
     return linear(
         backward=backward, tangent=tangent, forward=forward,
-        structure=Structure.PIECEWISE_LINEAR,
+        structure=Structure.PIECEWISE_LINEAR, per_example=alone(where=_images(spatial)),
     )  # fmt: skip
 
 
@@ -122,28 +127,31 @@ def _average_pool(n: int) -> Rule:
         tangent=lambda call, q: operator(call).forward(None, tangent_of(q)),
         forward=lambda call: (operator(call).forward(None, call.value(0)), None),
     )
-    return replace(rule, seeded=fold(0, lambda call: len(call.metas[0].shape) == n + 2))
+    return replace(rule, seeded=fold(0, _images(n)))
 
 
 def rules() -> Iterator[tuple[Any, Rule]]:
-    averages = [
-        "adaptive_avg_pool1d.default", "adaptive_avg_pool2d.default",
-        "adaptive_avg_pool3d.default", "_adaptive_avg_pool2d.default",
-        "_adaptive_avg_pool3d.default", "upsample_nearest1d.vec", "upsample_nearest2d.vec",
-        "upsample_nearest3d.vec", "upsample_nearest1d.default", "upsample_nearest2d.default",
-        "upsample_nearest3d.default", "_upsample_nearest_exact1d.vec",
-        "_upsample_nearest_exact2d.vec", "_upsample_nearest_exact3d.vec",
-        "upsample_linear1d.vec", "upsample_linear1d.default", "upsample_bilinear2d.vec",
-        "upsample_bilinear2d.default", "upsample_trilinear3d.vec",
-        "upsample_trilinear3d.default", "upsample_bicubic2d.vec", "upsample_bicubic2d.default",
-        "_upsample_bilinear2d_aa.vec", "_upsample_bicubic2d_aa.vec",
-    ]  # fmt: skip
+    averages = {
+        1: ["adaptive_avg_pool1d.default", "upsample_nearest1d.vec", "upsample_nearest1d.default",
+            "_upsample_nearest_exact1d.vec", "upsample_linear1d.vec", "upsample_linear1d.default"],
+        2: ["adaptive_avg_pool2d.default", "_adaptive_avg_pool2d.default",
+            "upsample_nearest2d.vec", "upsample_nearest2d.default",
+            "_upsample_nearest_exact2d.vec", "upsample_bilinear2d.vec",
+            "upsample_bilinear2d.default", "upsample_bicubic2d.vec", "upsample_bicubic2d.default",
+            "_upsample_bilinear2d_aa.vec", "_upsample_bicubic2d_aa.vec"],
+        3: ["adaptive_avg_pool3d.default", "_adaptive_avg_pool3d.default",
+            "upsample_nearest3d.vec", "upsample_nearest3d.default",
+            "_upsample_nearest_exact3d.vec", "upsample_trilinear3d.vec",
+            "upsample_trilinear3d.default"],
+    }  # fmt: skip
     maxima = {
         1: ["max_pool1d.default"],
         2: ["max_pool2d.default", "max_pool2d_with_indices.default"],
         3: ["max_pool3d.default", "max_pool3d_with_indices.default"],
     }
-    table: list[tuple[Rule, list[str]]] = [(linear(), averages)]
+    table: list[tuple[Rule, list[str]]] = [
+        (linear(per_example=alone(where=_images(n))), names) for n, names in averages.items()
+    ]
     table += [(_max_pool(n), names) for n, names in maxima.items()]
     table += [(_average_pool(n), [f"avg_pool{n}d.default"]) for n in (1, 2, 3)]
     table += [(_adaptive_max_pool(n), [f"adaptive_max_pool{n}d.default"]) for n in (1, 2, 3)]

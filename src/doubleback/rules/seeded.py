@@ -28,7 +28,7 @@ from torch._C import _functorch  # type: ignore[attr-defined]
 from torch.utils import _pytree as pytree
 
 from ..counting import folded
-from .table import Call, Rule, Tensors, add
+from .table import Call, PerExample, Rule, Tensors, add, alone
 
 Backward = Callable[[Rule, Call, Any, Sequence[bool], int], Tensors]
 Both = Callable[[Rule, Call, Any, Tensors, Sequence[bool], bool, int], tuple[Any, Tensors]]
@@ -36,11 +36,15 @@ Both = Callable[[Rule, Call, Any, Tensors, Sequence[bool], bool, int], tuple[Any
 
 @dataclass(frozen=True)
 class Seeded:
-    """One way of running a rule over a seed axis; see the module's docstring."""
+    """One way of running a rule over a seed axis; see the module's docstring.
+
+    per_example: where seeds may join the batch, since examples do not meet there.
+    """
 
     name: str
     backward: Backward
     both: Both
+    per_example: PerExample | None = None
 
 
 def backward(rule: Rule, call: Call, y: Any, wanted: Sequence[bool], seeds: int) -> Tensors:
@@ -176,9 +180,7 @@ def fold(slot: int, applies: Callable[[Call], bool]) -> Seeded:
     """Seeds join the batch of input `slot`, whose leading axis the operator treats example by
     example; K□ then sums over seeds as it sums over examples. By `vmap` where another input
     moves or bends too, or where `applies` says no."""
-
-    def fits(call: Call, live: Sequence[bool]) -> bool:
-        return applies(call) and not any(on for i, on in enumerate(live) if i != slot)
+    fits = alone(slot, applies)
 
     def joined(call: Call, seeds: int) -> Call:
         meta = call.metas[slot]
@@ -209,7 +211,7 @@ def fold(slot: int, applies: Callable[[Call], bool]) -> Seeded:
             out, sources = rule.both(joined(call, seeds), y, along, wanted, need)
         return apart(out, seeds), sources
 
-    return Seeded("fold", backward, both)
+    return Seeded("fold", backward, both, fits)
 
 
 def choose(pick: Callable[[Call, Tensors], Seeded]) -> Seeded:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..operators import InvertibleDownsampling, InvertibleUpsampling
 from .structures import linear
-from .table import Call, Rule, Structure, Tensors, overload, run, sum_to, tangent_of
+from .table import Call, Rule, Structure, Tensors, alone, overload, run, sum_to, tangent_of
 
 aten = torch.ops.aten
 
@@ -25,12 +25,13 @@ def _reshape() -> Rule:
         lambda call, y: y.reshape(call.metas[0].shape),
         tangent=lambda call, q: q[0].reshape(call.argument(1, "size")),  # type: ignore[union-attr]
         forward=forward,
+        same_entries=True,
     )
 
 
 def _same_entries() -> Rule:
     """squeeze, unsqueeze, flatten: the same entries under another shape."""
-    return linear(lambda call, y: y.reshape(call.metas[0].shape))
+    return linear(lambda call, y: y.reshape(call.metas[0].shape), same_entries=True)
 
 
 def _permute() -> Rule:
@@ -139,7 +140,7 @@ def _cast() -> Rule:
         meta = call.metas[0]
         return y.to(device=meta.device, dtype=meta.dtype)
 
-    return linear(transpose)
+    return linear(transpose, per_example=alone())
 
 
 def _dropout() -> Rule:
@@ -166,6 +167,7 @@ def _dropout() -> Rule:
         backward=lambda call, y, wanted: (scale(call, y[0]),),
         tangent=lambda call, q: (scale(call, q[0]), None),  # type: ignore[arg-type]
         forward=forward,
+        per_example=alone(),
     )
 
 
@@ -178,7 +180,10 @@ def _pad() -> Rule:
     def transpose(call: Call, y: Tensor) -> Tensor:
         return aten.constant_pad_nd(y, [-p for p in call.argument(1, "pad")], 0)
 
-    return linear(transpose, tangent=tangent)
+    def inside(call: Call) -> bool:
+        return len(call.argument(1, "pad")) < 2 * len(call.metas[0].shape)
+
+    return linear(transpose, tangent=tangent, per_example=alone(where=inside))
 
 
 def _pad_by_mode() -> Rule:
@@ -206,7 +211,7 @@ def _overwrite(position: int) -> Rule:
 
 
 def _identity_on_first() -> Rule:
-    return linear(lambda call, y: y)
+    return linear(lambda call, y: y, same_entries=True)
 
 
 def _gather_like() -> Rule:
@@ -225,6 +230,7 @@ def _resampling(kind: type[InvertibleDownsampling] | type[InvertibleUpsampling])
         lambda call, y: operator(call).transpose(None, y),
         tangent=lambda call, q: operator(call).forward(None, tangent_of(q)),
         forward=lambda call: (operator(call).forward(None, call.value(0)), None),
+        per_example=alone(where=lambda call: len(call.metas[0].shape) > 3),
     )
 
 

@@ -8,9 +8,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..counting import counted
 from ..kernels import opaque
 from .seeded import VMAP, Seeded, broadcast, vmapped
-from .table import Call, Rule, Structure, Tensors, add, run, sum_to, tangent_of, zeros
+from .table import (
+    Call,
+    PerExample,
+    Rule,
+    Structure,
+    Tensors,
+    add,
+    run,
+    sum_to,
+    tangent_of,
+    zeros,
+)
 
 
 def like_output(result: Any, many: bool) -> tuple:
@@ -28,12 +40,15 @@ def linear(
     forward: Callable[[Call], tuple[Any, Any]] = run,
     structure: Structure = Structure.LINEAR,
     reads: frozenset[str] = frozenset(),
+    same_entries: bool = False,
+    per_example: PerExample | None = None,
 ) -> Rule:
     """y = A(u₁ … u_n), jointly linear in its floating-point inputs.
 
     transpose(call, y) → Aᵀy for one input; `backward` for several. Left out, Aᵀ is taken by
     reverse mode at zero, which for a linear map is exact and reads no value. The tangent is A
     itself; give `tangent` where the operator adds an offset (`masked_fill`, `add`).
+    same_entries, per_example: see `Rule`.
     """
 
     def transposed(call: Call, y: Any, wanted: Sequence[bool]) -> Tensors:
@@ -50,6 +65,8 @@ def linear(
         reads=reads,
         curves=lambda i, j: False,
         seeded=_BY_VJP if transpose is None and backward is None else VMAP,
+        same_entries=same_entries,
+        per_example=per_example,
     )
 
 
@@ -124,6 +141,8 @@ def bilinear(
     backward: Callable[[Call, Tensor, Sequence[bool]], Tensors] | None = None,
     offset: Callable[[Call, Tensor], Tensor] | None = None,
     seeded: Seeded = VMAP,
+    per_example: PerExample | None = None,
+    layer: bool = False,
 ) -> Rule:
     """y = B(u₀, u₁) + b, bilinear in the first two tensor inputs, plus an offset.
 
@@ -132,7 +151,13 @@ def bilinear(
 
         q_y = B(q₀, u₁) + B(u₀, q₁) + offset(q₂)
         s₀ = adjoint0(q₁, ξ),   s₁ = adjoint1(q₀, ξ)
+
+    per_example: see `Rule`; layer: B is a layer K(u₁, u₀), and its K, Kᵀ and K□ are counted.
     """
+    if layer:
+        forward, product = _counting(forward, forward=1), _counting(product, forward=1)
+        adjoint0 = _counting(adjoint0, transpose=1)
+        adjoint1 = _counting(adjoint1, weight_adjoint=1)
 
     def pull(call: Call, y: Tensor, wanted: Sequence[bool]) -> Tensors:
         grads: list[Tensor | None] = [None] * len(call.inputs)
@@ -176,7 +201,19 @@ def bilinear(
         reads_inputs=reads_inputs,
         curves=lambda i, j: (i, j) in ((0, 1), (1, 0)),
         seeded=seeded,
+        per_example=per_example,
+        layer=(0, 1) if layer else None,
     )
+
+
+def _counting(fn: Callable, **operations: int) -> Callable:
+    """fn, reporting to `count_operations`."""
+
+    def run(*args: Any) -> Any:
+        counted(**operations)
+        return fn(*args)
+
+    return run
 
 
 # ---------------------------------------------------------------------- coordinate-wise

@@ -94,6 +94,28 @@ class Call:
         return self.node.op(*args, **kwargs)
 
 
+PerExample = Callable[[Call, Sequence[bool]], bool]
+
+
+def alone(slot: int = 0, where: Callable[[Call], bool] = lambda call: True) -> PerExample:
+    """Example by example along the first axis of input `slot`, if no other input moves."""
+
+    def per_example(call: Call, moving: Sequence[bool]) -> bool:
+        return where(call) and not any(on for i, on in enumerate(moving) if i != slot)
+
+    return per_example
+
+
+def aligned(where: Callable[[Call], bool] = lambda call: True) -> PerExample:
+    """Example by example if every moving input has as many axes as y, so that first axes meet."""
+
+    def per_example(call: Call, moving: Sequence[bool]) -> bool:
+        ranks = {len(m.shape) for m, on in zip(call.metas, moving, strict=True) if on}
+        return where(call) and ranks <= {len(call.shape)}
+
+    return per_example
+
+
 @dataclass(frozen=True)
 class Rule:
     """All that the sweeps need to know of one operator.
@@ -107,6 +129,12 @@ class Rule:
     tangent_curvature: both at once where they share work: (q_y | None, sources).
     seeded: how it runs over many seeds at once (see `seeded.py`); None: one after another.
     diagonal: whether ∂F is diagonal: coordinate-wise, in one activation.
+    same_entries: whether y holds the entries of its first input in their order, under whatever
+        shape: a view or a copy.
+    per_example(call, moving): whether example b of y depends on example b alone of the `moving`
+        inputs, examples along the first axis of each; None derives it from the three above.
+        See `alone` and `aligned`.
+    layer: the slots (x, θ) of a product K(θ, x) that counts as a layer (theory §5).
     """
 
     structure: Structure
@@ -123,6 +151,9 @@ class Rule:
     own: bool = True
     seeded: Any = None
     diagonal: bool = False
+    same_entries: bool = False
+    per_example: PerExample | None = None
+    layer: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         curved = self.curvature is not None or self.tangent_curvature is not None
@@ -131,6 +162,13 @@ class Rule:
         unknown = set(self.reads) - {"inputs", "output"}
         if unknown:
             raise RuleError(f"reads may hold 'inputs' and 'output', not {sorted(unknown)}")
+
+    def separates(self, call: Call, moving: Sequence[bool]) -> bool:
+        """`per_example`, declared or derived: seeds that may join the batch do not meet in it."""
+        declared = self.per_example or getattr(self.seeded, "per_example", None)
+        if declared is not None:
+            return declared(call, moving)
+        return self.diagonal or self.same_entries
 
     def both(
         self, call: Call, xi: Any, q: Tensors, wanted: Sequence[bool], tangent: bool
@@ -154,7 +192,17 @@ _TABLE: dict[Any, Rule] = {}
 
 
 def register(op: Any, rule: Rule, *, replace: bool = False) -> None:
-    """Enter a rule for one operator overload. A second rule for it is an error."""
+    """Enter a rule for one operator overload. A second rule for it is an error.
+
+    Beside its formulas a rule declares what the planner may use, all of it off by default:
+
+        diagonal       ∂F is diagonal                → Jacobians in closed form
+        same_entries   y is u under another shape    → a dense layer behind it is still the first
+        per_example    no example meets another      → Jacobians by columns and through a waist
+        layer          K(θ, x) with slots (x, θ)     → its K, Kᵀ and K□ in `explain`
+
+    `check_rule` tests the first three on its sample.
+    """
     if op in _TABLE and not replace:
         raise RuleError(f"{op} has a rule already; pass replace=True to override it")
     _TABLE[op] = rule
