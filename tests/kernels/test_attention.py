@@ -467,9 +467,13 @@ def check_on(device, case, dtype, keep=(True, True, True), factor=1.0):
 def test_triton(name, dtype, kernels):
     if INTERPRETED and dtype == torch.bfloat16:
         pytest.skip("Triton's interpreter multiplies the bits of bfloat16 as integers")
-    # TF32 keeps the 11 bits of float16, not the 24 of float32.
-    factor = TOLERANCE[torch.float16] / TOLERANCE[dtype] if dtype == torch.float32 else 1.0
-    check_on(kernels, {**CASES, **LARGE}[name], dtype, factor=1.0 if INTERPRETED else factor)
+    case, factor = {**CASES, **LARGE}[name], 1.0
+    if dtype == torch.float32 and not INTERPRETED:
+        # TF32 keeps the 11 bits of float16, not the 24 of float32. What it rounds off q and k
+        # moves a score in proportion to the scale, and the score's probability by as much.
+        steep = abs(case.scale or 0) * case.q[-1] ** 0.5
+        factor = TOLERANCE[torch.float16] / TOLERANCE[dtype] * max(1.0, steep)
+    check_on(kernels, case, dtype, factor=factor)
 
 
 @pytest.mark.parametrize("keep", list(itertools.product([True, False], repeat=3))[:-1])

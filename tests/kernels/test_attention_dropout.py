@@ -121,7 +121,6 @@ def test_no_matrix_of_all_scores(monkeypatch):
 KERNELS = {
     "flash": attention_fused.FLASH,
     "efficient": attention_fused.EFFICIENT,
-    "cudnn": attention_fused.CUDNN,
 }
 
 
@@ -163,7 +162,7 @@ def test_codes_tell_every_column(m, width, p, dtype, kernel):
     q = torch.randn(2, 4, 7, width).to(dtype)
     k, v = torch.randn(2, 2, 2, m, width).to(dtype)  # two key heads
     zero = torch.tensor(0)
-    dropout = attention_fused.recovered(attention_fused.CUDNN, p, q, k, v, zero, zero)
+    dropout = attention_fused.recovered(attention_fused.EFFICIENT, p, q, k, v, zero, zero)
     assert dropout.step == BITS * width
     torch.testing.assert_close(dropout.dense(m, torch.float64), keep.double() / (1 - p))
     assert dropout.codes(0).dtype == torch.uint8
@@ -177,7 +176,7 @@ def test_random_states_are_whole_64_bits(kernel):
     both = torch.tensor([seed - 2**64, offset]).view(torch.uint64)
     pairs = {
         attention_fused.FLASH: (both, torch.empty(0)),
-        attention_fused.CUDNN: (torch.tensor(seed - 2**64), torch.tensor(offset)),
+        attention_fused.EFFICIENT: (torch.tensor(seed - 2**64), torch.tensor(offset)),
     }
     for backend, pair in pairs.items():
         attention_fused.recovered(backend, P, q, q, q, *pair).codes(0)
@@ -188,7 +187,7 @@ def test_no_random_state_in_a_traced_graph():
     q, zero = torch.randn(1, 1, 3, 8), torch.tensor(0)
 
     def step(q):
-        return attention_fused.recovered(attention_fused.CUDNN, P, q, q, q, zero, zero).codes(0)
+        return attention_fused.recovered(attention_fused.EFFICIENT, P, q, q, q, zero, zero).codes(0)
 
     with pytest.raises(PatchError, match="random state"):
         torch.fx.experimental.proxy_tensor.make_fx(step)(q)
@@ -199,7 +198,7 @@ def test_no_random_state_in_a_cuda_graph(monkeypatch):
         monkeypatch.setattr(torch.cuda, name, lambda: True)
     q, zero = torch.randn(1, 1, 3, 8), torch.tensor(0)
     with pytest.raises(PatchError, match=r"SDPBackend\.MATH"):
-        attention_fused.recovered(attention_fused.CUDNN, P, q, q, q, zero, zero)
+        attention_fused.recovered(attention_fused.EFFICIENT, P, q, q, q, zero, zero)
 
 
 @pytest.mark.parametrize("name", KERNELS)

@@ -29,14 +29,14 @@ def second(
     """Gradients of order 1 to `order`, each of the last one's product with random cotangents.
 
     Order 1 is differentiated in the output's cotangents too, as double backward is. Cotangents are
-    `rounded`, so that they are the same in two dtypes.
+    `rounded`, so that they are the same in two dtypes, and laid out like what they belong to.
     """
     outputs = [t for t in tensors(function()) if t.requires_grad]
     generator = torch.Generator().manual_seed(seed)
 
     def random(like: Tensor) -> Tensor:
         u = torch.randn(like.shape, generator=generator, dtype=torch.float64)
-        return u.to(rounded).to(like)
+        return torch.empty_like(like, requires_grad=False).copy_(u.to(rounded))
 
     cotangents = [random(t).requires_grad_() for t in outputs]
     found, at = [], [*inputs]
