@@ -26,17 +26,23 @@ def facts(document: dict[str, Any]) -> str:
     return f"**{document['hardware']}** ({versions}; {document['date'][:10]})."
 
 
-def source(path: Path, commands: str) -> str:
+def source(path: Path) -> str:
     name = path.relative_to(ROOT).as_posix()
-    typed = "`, `".join(dict.fromkeys(commands.splitlines()))
-    return f"\nFrom [{name}](../{name}), by `{typed}`.\n"
+    return f"\nFrom [{name}](../{name}), which names the commands.\n"
 
 
-def milliseconds(row: dict[str, Any] | None, base: float | None) -> str:
+def milliseconds(row: dict[str, Any] | None, ratio: float | None) -> str:
     """'19.42 (5.8×)'; '–' where it was not run."""
     if row is None or row.get("ms") is None:
         return "–"
-    return f"{row['ms']:.2f}" + (f" ({row['ms'] / base:.1f}×)" if base else "")
+    return f"{row['ms']:.2f}" + (f" ({ratio:.1f}×)" if ratio else "")
+
+
+def beyond(row: dict[str, Any], jax: bool) -> str:
+    """MiB beyond what was there before; XLA's plan has nothing before."""
+    before = 0 if jax else row.get("before_mib")
+    known = before is not None and row.get("peak_mib")
+    return f"{row['peak_mib'] - before:.0f}" if known else "–"
 
 
 def jacobian(path: Path) -> str:
@@ -49,28 +55,29 @@ def jacobian(path: Path) -> str:
         ("stock, row by row", "stock loop"),
         ("stock, batched", "stock batched"),
         ("`jacrev`", "torch.func.jacrev"),
+        ("JAX", "JAX jit Jacobian"),
         ("closed form", "closed form"),
     ]
+    held = ("doubleback", "doubleback chunk 1", "stock batched", "JAX jit Jacobian")
     lines = []
     for result in document["results"]:
         rows = result["rows"]
         base = rows["plain"]["ms"]
-        cells = [
-            milliseconds(rows.get(name), None if name == "plain" else base) for _, name in columns
-        ]
-        sizes = [
-            f"{rows[name]['peak_mib'] - rows[name]['before_mib']:.0f}"
-            if rows.get(name, {}).get("before_mib")
-            else "–"
-            for name in ("doubleback", "doubleback chunk 1", "stock batched")
-        ]
+        ratios = {n: r["ms"] / base for n, r in rows.items() if r.get("ms") and n != "plain"}
+        cells = [milliseconds(rows.get(name), ratios.get(name)) for _, name in columns]
+        sizes = [beyond(rows.get(name, {}), jax=name.startswith("JAX")) for name in held]
         lines.append([f"{result['net']} {result['dtype']}", *cells, " / ".join(sizes)])
-    heads = ["network", *(head for head, _ in columns), "MiB: all seeds / one / stock, batched"]
+    heads = [
+        "network",
+        *(head for head, _ in columns),
+        "MiB: all seeds / one / stock, batched / JAX",
+    ]
     text = (
         f"{facts(document)} Milliseconds of one training step with the exact penalty, in brackets "
-        "times the plain step; memory is the peak beyond what was allocated before.\n\n"
+        "times the plain step; memory is the peak beyond what was allocated before (JAX: XLA's "
+        "plan).\n\n"
     )
-    return text + markdown(heads, lines) + source(path, document["command"])
+    return text + markdown(heads, lines) + source(path)
 
 
 def patch(path: Path) -> str:
@@ -84,18 +91,18 @@ def patch(path: Path) -> str:
             [
                 f"{row['net']} {row['dtype']}",
                 milliseconds(found["plain"], None),
-                milliseconds(found["stock"], found["plain"]["ms"]),
-                milliseconds(found["patched"], found["plain"]["ms"]),
-                f"{row['price_plain_patched']:.3f}×",
+                milliseconds(found.get("stock"), row.get("price_stock")),
+                milliseconds(found["patched"], row["price_patched"]),
+                f"{plain:.3f}×" if (plain := row.get("price_plain_patched")) else "–",
             ]
         )
     text = (
         f"{facts(document)} Milliseconds of one eager training step at 224², batch 64 (critics: "
-        "their own sizes), in brackets times the plain step; the last column is what the patch "
-        "costs a plain step.\n\n"
+        "their own sizes), in brackets times the plain step of the same run; the last column is "
+        "what the patch costs a plain step.\n\n"
     )
     heads = ["network", "plain", "gradient penalty, stock", "**patched**", "plain, patched"]
-    return text + markdown(heads, lines) + source(path, document["command"])
+    return text + markdown(heads, lines) + source(path)
 
 
 PAGES = {

@@ -268,6 +268,15 @@ def parse(method: str) -> tuple[Method, bool, bool]:
     return METHODS[base.removesuffix(CHANNELS_LAST)], layout, graph
 
 
+def captures(method: str) -> bool:
+    """Whether a method keeps a CUDA graph.
+
+    >>> captures("plain CUDA graph"), captures("doubleback one-shot graphed"), captures("plain")
+    (True, True, False)
+    """
+    return method.endswith((CUDA_GRAPH, " graphed"))
+
+
 def capture(step: Step, net: nn.Module, x: Tensor, y: Tensor) -> Step:
     """`step` as one CUDA graph. Gradients live in the graph's memory and are written anew."""
     if not x.is_cuda:

@@ -23,6 +23,7 @@ COLUMNS = (  # heading, method, which ratio goes in brackets
     ("plain", "plain", None),
     ("stock autograd", "stock", EAGER),
     ("**doubleback**", "doubleback eager", EAGER),
+    ("**`accumulate`**", "doubleback one-shot", EAGER),
     ("**`accumulate`, CUDA graph**", "doubleback one-shot graphed", EAGER),
     ("plain, compiled", "plain compiled", None),
     ("make_fx + Inductor", "make_fx + inductor", COMPILED),
@@ -55,7 +56,11 @@ def cell(row: dict[str, Any] | None, ratio: str | None) -> str:
 def table(results: list[dict[str, Any]]) -> Iterable[str]:
     """One line per network and dtype; columns that no network filled are left out."""
     found = {(row["net"], row["dtype"], row["method"]): row for row in results}
-    cases = dict.fromkeys((row["net"], row["dtype"], row["batch"]) for row in results)
+    nets = list(dict.fromkeys(row["net"] for row in results))
+    cases = sorted(
+        {(row["net"], row["dtype"], row["batch"]) for row in results},
+        key=lambda case: (nets.index(case[0]), case[1] != "float32"),
+    )
     body = {
         case: [cell(found.get((*case[:2], method)), ratio) for _, method, ratio in COLUMNS]
         for case in cases
@@ -79,7 +84,8 @@ def section(path: Path) -> str:
     lines = [
         f"**{document['hardware']}**{sizes} ({versions}; {document['date'][:10]}). Milliseconds of "
         "one training step; in brackets, times the plain step (the compiled plain step for "
-        "compiled methods). Peak memory is that of doubleback, eager where measured, over plain.",
+        "compiled methods), always of one run. Peak memory is that of doubleback, eager where "
+        "measured, over plain.",
         "",
         *table(rows),
         "",
@@ -87,7 +93,7 @@ def section(path: Path) -> str:
     if any(row["suspect"] for row in rows):
         lines += ["† further from the exact gradient than rounding explains.", ""]
     name = path.relative_to(ROOT).as_posix()
-    lines += [f"From [{name}]({name}), by `{'`, `'.join(document['command'].splitlines())}`.", ""]
+    lines += [f"From [{name}]({name}), which names the commands.", ""]
     return "\n".join(lines)
 
 

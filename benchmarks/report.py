@@ -67,22 +67,30 @@ def complete(net: str, dtype: str, batch: int, weight: float, facts: dict[str, A
     return rows
 
 
+MEMORY = ("peak_mib", "reserved_mib", "memory_vs_plain")
+
+
 def _place(row: Row) -> tuple[str, str, str]:
     return row["net"], row["dtype"], row["method"]
 
 
 def combine(documents: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Several runs as one document: a later run's row replaces an earlier one's for the same
-    network, dtype and method. Ratios stay those of the run in which they were measured."""
+    network, dtype and method, and where it has no memory of its own takes over the earlier one's.
+    Ratios stay those of the run in which they were measured."""
     together = {**documents[-1], "results": []}
     machines = {json.dumps([d["hardware"], d["versions"], d["small"]]) for d in documents}
     if len(machines) > 1:
         raise SystemExit(f"not from the same machine and sizes: {sorted(machines)}")
     for document in documents:
         measured = [row for row in document["results"] if row.get("ms") is not None]
-        new = {_place(row) for row in measured}
-        old = [row for row in together["results"] if _place(row) not in new]
-        together["results"] = old + measured
+        known = {_place(row): row for row in together["results"]}
+        for row in measured:
+            before = known.get(_place(row))
+            if before is not None and row.get("peak_mib") is None:
+                row |= {name: before.get(name) for name in MEMORY}
+            known[_place(row)] = row
+        together["results"] = list(known.values())
     together["command"] = "\n".join(dict.fromkeys(d["command"] for d in documents))
     return together
 
