@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from .errors import CheckError, InputError
+from .fallback import on_autograd
 from .graph import Meta, Node, Ref
 from .penalised import Penalised
 from .rules import Call, Rule, find_rule
@@ -130,7 +131,7 @@ def check(
 
 
 def _oracle_forward(model: Penalised) -> Any:
-    return lambda *args, **kwargs: model._on_autograd(model._call(args, kwargs), patch=False)
+    return lambda *args, **kwargs: on_autograd(model, model._call(args, kwargs), patch=False)
 
 
 def _double(tree: Any) -> Any:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
-from . import sweeps
+from . import flat_graph, sweeps
 from .bridge import First, Program
 from .counting import Operations, recording, replayed
 from .errors import RuleError
@@ -26,9 +26,6 @@ from .kernels import mode
 from .losses import Loss
 from .penalties import Penalty
 from .plan import Plan
-
-aten = torch.ops.aten
-
 
 # ------------------------------------------------------------------------------- graphs
 
@@ -95,161 +92,9 @@ def flatten(
     context = mode.for_compiler() if compiler else nullcontext()
     with recording() as operations, torch.no_grad(), context:
         graph = make_fx(flat, tracing_mode="fake")(*tensors)
-    _clean(graph)
-    run = _compiled(graph, compiler) if compiler else _boxed(graph)
+    flat_graph.clean(graph)
+    run = flat_graph.compiled(graph, compiler) if compiler else flat_graph.boxed(graph)
     return Flat(run, found["spec"], found["leaves"], operations)
-
-
-_VIEWS = {
-    aten.detach.default, aten.alias.default, aten.view.default, aten._unsafe_view.default,
-    aten.expand.default, aten.permute.default, aten.squeeze.dim, aten.slice.Tensor,
-}  # fmt: skip
-_PURE_VIEWS = {
-    aten.t.default, aten.view.default, aten.transpose.int, aten.permute.default,
-    aten.expand.default, aten.unsqueeze.default, aten._unsafe_view.default,
-}  # fmt: skip
-
-
-def _clean(module: torch.fx.GraphModule) -> None:
-    """Leave out what does nothing: views of the same shape, the same view twice; one `addmm` for
-    a product that is added to a gradient. Each call costs the host as much as a kernel."""
-    graph = module.graph
-    seen: dict[Any, torch.fx.Node] = {}
-    for node in list(graph.nodes):
-        if node.op != "call_function":
-            continue
-        same = _same_as_input(node)
-        if same is None and node.target in _PURE_VIEWS:
-            key = (node.target, str(node.args), str(node.kwargs))
-            same = seen.setdefault(key, node)
-        if same is not None and same is not node:
-            node.replace_all_uses_with(same)
-            graph.erase_node(node)
-        elif node.target is aten.add.Tensor:
-            _join_product(graph, node)
-    graph.eliminate_dead_code()
-    module.recompile()
-
-
-def _same_as_input(node: torch.fx.Node) -> torch.fx.Node | None:
-    """The input of a view that changes neither shape nor strides."""
-    if node.target not in _VIEWS:
-        return None
-    source = node.args[0]
-    before, after = source.meta.get("val"), node.meta.get("val")  # type: ignore[union-attr]
-    if not isinstance(before, Tensor) or not isinstance(after, Tensor):
-        return None
-    same = before.shape == after.shape and before.stride() == after.stride()
-    return source if same else None  # type: ignore[return-value]
-
-
-NEAR = 12  # operators
-
-
-def _near(earlier: torch.fx.Node, later: torch.fx.Node) -> bool:
-    """So close that computing the earlier one later keeps nothing alive for long."""
-    node = later
-    for _ in range(NEAR):
-        node = node.prev
-        if node is earlier:
-            return True
-    return False
-
-
-def _join_product(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
-    """a + b c → addmm(a, b, c), for the product that was computed last."""
-    if node.kwargs or len(node.args) != 2:
-        return
-    left, right = node.args
-    for base, product in ((left, right), (right, left)):
-        fits = (
-            isinstance(base, torch.fx.Node)
-            and isinstance(product, torch.fx.Node)
-            and product.target is aten.mm.default
-            and len(product.users) == 1
-            and _near(product, node)
-            and base.meta["val"].shape == product.meta["val"].shape
-            and base.meta["val"].dtype == product.meta["val"].dtype
-        )
-        if fits:
-            with graph.inserting_before(node):
-                joined = graph.call_function(aten.addmm.default, (base, *product.args))  # type: ignore[union-attr]
-            joined.meta = dict(node.meta)
-            node.replace_all_uses_with(joined)
-            graph.erase_node(node)
-            return
-
-
-def _compiled(graph: torch.fx.GraphModule, compiler: bool | str) -> Callable:
-    chosen = compiler if isinstance(compiler, str) else None
-    run = torch.compile(graph, fullgraph=True, dynamic=False, mode=chosen)
-
-    def call(tensors: list[Tensor]) -> Sequence[Tensor]:
-        given = tuple(tensors)
-        tensors.clear()
-        return run(*given)
-
-    return call
-
-
-_DIRECT = frozenset(
-    ("mm", "addmm", "bmm", "baddbmm", "relu", "add", "mul", "sub", "div", "neg", "sum", "mean", "t",
-     "transpose", "permute", "unsqueeze", "squeeze", "clone", "cat", "stack", "unbind",
-     "native_layer_norm", "convolution", "where", "eq", "exp", "addcmul", "sigmoid", "tanh",
-     "select", "gather", "scatter_add")
-)  # fmt: skip
-_METHODS = {
-    aten.view.default: "view", aten._unsafe_view.default: "view", aten.expand.default: "expand",
-}  # fmt: skip
-
-
-def _direct(graph: torch.fx.Graph) -> None:
-    """Call PyTorch's own bindings where there are any: the host's time per call is a third of
-    that through `torch.ops`."""
-    for node in list(graph.nodes):
-        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
-            continue
-        name = node.target._schema.name.removeprefix("aten::")
-        if node.target in _METHODS:
-            with graph.inserting_before(node):
-                call = graph.call_method(_METHODS[node.target], node.args)
-            node.replace_all_uses_with(call)
-            graph.erase_node(node)
-        elif name in ("mm", "addmm") and not node.kwargs and _turned(node.args[-1]):
-            x, weight = node.args[-2], node.args[-1].args[0]
-            rest = (node.args[0],) if name == "addmm" else ()
-            node.target, node.args = torch.nn.functional.linear, (x, weight, *rest)
-        elif node.target.namespace == "aten" and name in _DIRECT:
-            node.target = getattr(torch, name)
-    graph.eliminate_dead_code()
-
-
-def _turned(node: Any) -> bool:
-    """Whether this is Wᵀ and every product with it a dense layer x Wᵀ (+ b), b one-dimensional."""
-    if not isinstance(node, torch.fx.Node) or node.target not in (aten.t.default, torch.t):
-        return False
-    return all(
-        user.target is not aten.addmm.default or user.args[0].meta["val"].dim() == 1  # type: ignore[union-attr]
-        for user in node.users
-    )
-
-
-def _boxed(module: torch.fx.GraphModule) -> Callable:
-    """Straight-line code that takes its inputs out of a list: nobody else holds them."""
-    graph = module.graph
-    _direct(graph)
-    inputs = [node for node in graph.nodes if node.op == "placeholder"]
-    first = inputs[0] if inputs else next(iter(graph.nodes))
-    with graph.inserting_before(first):
-        box = graph.placeholder("box")
-    place = box
-    for node in reversed(inputs):
-        with graph.inserting_after(place):
-            place = graph.call_method("pop", (box,))
-        node.replace_all_uses_with(place)
-        graph.erase_node(node)
-    module.recompile()
-    return module.forward
 
 
 # ------------------------------------------------------------------------------ program

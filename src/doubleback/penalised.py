@@ -17,7 +17,6 @@ from .calls import (
     Arguments,
     choose,
     graph_key,
-    pick,
     read_state,
     requires_grad,
     run_prelude,
@@ -27,13 +26,12 @@ from .capture import capture
 from .cuda_graphs import GraphedStep
 from .errors import CaptureError, CaptureWarning, InputError
 from .explain import Explanation, explain, explain_jacobian, with_iterations
+from .fallback import accumulate_on_autograd, on_autograd
 from .flatten import FlattenedProgram, Replay
 from .graph import Graph
 from .jacobian import Jacobian, SpectralNorm
 from .jacobian_program import SpectralProgram
 from .losses import Loss, make_loss
-from .oracle import autograd_penalty
-from .patch.mechanism import supported
 from .penalties import LossGradient, Penalty
 from .plan import Plan, make_plan
 from .planner import plan_jacobian
@@ -146,7 +144,7 @@ class Penalised(nn.Module):
         call = self._call(args, kwargs)
         graph = self._graph(call)
         if graph is None:
-            return self._on_autograd(call)
+            return on_autograd(self, call)
         program, state = self._program(graph, call, gradients=torch.is_grad_enabled())
         plan, asked = program.plan, call.asked if torch.is_grad_enabled() else {}
         with _no_autocast():
@@ -197,7 +195,7 @@ class Penalised(nn.Module):
             )
         graph = self._graph(call)
         if graph is None:
-            return self._accumulate_on_autograd(call, own_loss, target, weight)
+            return accumulate_on_autograd(self, call, own_loss, target, weight)
         program, state = self._program(graph, call, gradients=True)
         plan = program.plan
         if own_loss is not None:
@@ -389,51 +387,6 @@ class Penalised(nn.Module):
             else:
                 flat.append(swept[item] if item in swept else prelude[item])
         return pytree.tree_unflatten(flat, plan.graph.out_spec)
-
-    # --------------------------------------------------------------------------- autograd
-
-    def _on_autograd(self, call: Arguments, patch: bool = True) -> tuple[Any, Tensor]:
-        """The penalty by autograd's double backward; without `patch` all stock: the oracle."""
-
-        def run(x: Sequence[Tensor]) -> Any:
-            leaves = list(call.leaves)
-            for i, t in zip(call.penalised, x, strict=True):
-                leaves[i] = t
-            args, kwargs = pytree.tree_unflatten(leaves, call.spec)
-            return self.net(*args, **kwargs)
-
-        def choose(result: Any) -> Tensor:
-            leaves, spec = pytree.tree_flatten(result)
-            numbers = [i if isinstance(t, Tensor) else (t,) for i, t in enumerate(leaves)]
-            out = leaves[pick(numbers, spec, self.output)]
-            self.penalty.check(out.shape, call.x, *call.extra)
-            return out
-
-        return autograd_penalty(
-            run,
-            choose,
-            call.x,
-            self.penalty,
-            call.extra,
-            patch=patch and supported(torch.__version__),
-        )
-
-    def _accumulate_on_autograd(
-        self, call: Arguments, loss: Any, target: Any, weight: float
-    ) -> tuple[Any, Tensor, Tensor]:
-        with torch.enable_grad():
-            result, penalty = self._on_autograd(call)
-            leaves, spec = pytree.tree_flatten(result)
-            numbers = [i if isinstance(t, Tensor) else (t,) for i, t in enumerate(leaves)]
-            out = leaves[pick(numbers, spec, self.output)]
-            value = torch.zeros((), device=out.device)
-            if loss is not None:
-                loss.check(out.shape, target)
-                value = loss.values(out, target).mean()
-            (value + weight * penalty).backward()
-        found = (result, value, penalty)
-        result, value, penalty = pytree.tree_map_only(Tensor, Tensor.detach, found)
-        return result, value, penalty
 
 
 def _remember(cache: dict, key: Any, item: Any) -> None:

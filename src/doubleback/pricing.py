@@ -23,7 +23,7 @@ from torch.utils.flop_counter import flop_registry
 
 from .bridge import Program
 from .counting import Operations, recording
-from .flatten import NEAR
+from .flat_graph import NEAR
 from .jacobian_program import JacobianProgram
 from .plan import Plan
 

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from doubleback.errors import InputError
-from doubleback.kernels import attention, attention_fused, attention_triton, launch
+from doubleback.kernels import attention_frame, attention_fused, attention_triton, launch
 from doubleback.kernels.attention import (
     attention_backward,
     attention_forward,
@@ -87,8 +87,8 @@ BLOCKS = {"default": None, "rows": 12, "heads": 200}
 @pytest.fixture(params=BLOCKS, ids=list(BLOCKS))
 def blocks(request, monkeypatch):
     if BLOCKS[request.param] is not None:
-        for key in attention.BLOCK_ELEMENTS:
-            monkeypatch.setitem(attention.BLOCK_ELEMENTS, key, BLOCKS[request.param])
+        for key in attention_frame.BLOCK_ELEMENTS:
+            monkeypatch.setitem(attention_frame.BLOCK_ELEMENTS, key, BLOCKS[request.param])
     return request.param
 
 
@@ -356,8 +356,8 @@ class Largest(TorchDispatchMode):
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2)], ids=["heads", "gqa"])
 def test_no_matrix_of_all_scores(causal, heads, monkeypatch):
     n, limit = 128, 2048
-    for key in attention.BLOCK_ELEMENTS:
-        monkeypatch.setitem(attention.BLOCK_ELEMENTS, key, limit)
+    for key in attention_frame.BLOCK_ELEMENTS:
+        monkeypatch.setitem(attention_frame.BLOCK_ELEMENTS, key, limit)
     monkeypatch.setattr(attention_fused, "choose", lambda *_: attention_fused.MATH)
     case = Case((2, heads[0], n, 4), (2, heads[1], n, 4), causal=causal, gqa=heads[0] != heads[1])
     primals, tangents, xi, layout = data(case)
@@ -374,7 +374,7 @@ def test_no_matrix_of_all_scores(causal, heads, monkeypatch):
 @pytest.mark.parametrize("name", ["plain", "dead rows", "gqa causal", "wide value", "spread batch"])
 def test_traces(name, mode, monkeypatch):
     """One graph, no mutation in it, the same numbers, and the fused kernels still there."""
-    monkeypatch.setitem(attention.BLOCK_ELEMENTS, "traced", 200)
+    monkeypatch.setitem(attention_frame.BLOCK_ELEMENTS, "traced", 200)
     primals, tangents, xi, layout = data(CASES[name])
 
     def sweeps(q, k, v, tq, tk, tv, xi, mask):

@@ -9,7 +9,7 @@ import torch
 from test_attention import BLOCKS, CASES, LARGE, Case, Largest, all_close, close, data, oracle
 
 from doubleback.errors import PatchError
-from doubleback.kernels import attention, attention_fused
+from doubleback.kernels import attention_frame, attention_fused
 from doubleback.kernels.attention import attention_forward, attention_second
 from doubleback.kernels.attention_fused import BITS, Dropout
 from dropout import provider
@@ -21,13 +21,13 @@ STEPS = {"whole": 6 * 64, "parts": 6}
 @pytest.fixture(params=BLOCKS, ids=list(BLOCKS))
 def blocks(request, monkeypatch):
     if BLOCKS[request.param] is not None:
-        for key in attention.BLOCK_ELEMENTS:
-            monkeypatch.setitem(attention.BLOCK_ELEMENTS, key, BLOCKS[request.param])
+        for key in attention_frame.BLOCK_ELEMENTS:
+            monkeypatch.setitem(attention_frame.BLOCK_ELEMENTS, key, BLOCKS[request.param])
 
 
 def known(primals, layout, step, p=P):
     """A random mask as Z and as its provider."""
-    f = attention._frame(*primals, *layout)
+    f = attention_frame.frame(*primals, *layout)
     generator = torch.Generator().manual_seed(7)
     keep = torch.rand(*f.batch, f.h * f.g, f.n, f.m, generator=generator) >= p
     z = keep.double() / (1 - p)
@@ -103,8 +103,8 @@ def test_nothing_kept():
 
 def test_no_matrix_of_all_scores(monkeypatch):
     n, limit, step = 384, 2048, 48
-    for key in attention.BLOCK_ELEMENTS:
-        monkeypatch.setitem(attention.BLOCK_ELEMENTS, key, limit)
+    for key in attention_frame.BLOCK_ELEMENTS:
+        monkeypatch.setitem(attention_frame.BLOCK_ELEMENTS, key, limit)
     primals, tangents, xi, layout = data(Case((1, 2, n, 8), (1, 2, n, 8)))
     with torch.no_grad():
         out, residual = attention_forward(*primals, *layout)

@@ -138,7 +138,7 @@ class Largest(torch.utils._python_dispatch.TorchDispatchMode):
 
 
 def test_no_matrix_of_all_scores(monkeypatch):
-    from doubleback.kernels import attention as kernels
+    from doubleback.kernels import attention_frame as kernels
 
     monkeypatch.setitem(kernels.BLOCK_ELEMENTS, "cpu", 2**14)
     monkeypatch.setitem(kernels.BLOCK_ELEMENTS, "traced", 2**14)

@@ -26,7 +26,7 @@ from torch import Tensor
 from .attention_fused import Dropout, Maybe
 
 if TYPE_CHECKING:
-    from .attention import Frame, _Tile
+    from .attention_frame import Frame, Tile
 
 
 def second(
@@ -88,7 +88,7 @@ def _sum(a: Maybe, b: Maybe) -> Maybe:
 
 
 def _tile(
-    t: _Tile, q, tq, xi, left, lse, mean, delta, codes, k, tk, v, tv, right,
+    t: Tile, q, tq, xi, left, lse, mean, delta, codes, k, tk, v, tv, right,
     run: Sequence[bool], dropout: Dropout | None = None, whole: bool = True,
 ):  # fmt: skip
     """(t_out, sq, κ), (sk, sv); δ is given, or a sum of the `whole` row, and κ stays in B and is
@@ -119,7 +119,7 @@ def _tile(
     return (t_out, sq, kappa), (sk, sv)
 
 
-def _curvature(t: _Tile, p, pu, xi, mean, v, tv, z) -> tuple[Tensor, Tensor]:
+def _curvature(t: Tile, p, pu, xi, mean, v, tv, z) -> tuple[Tensor, Tensor]:
     """P∘X and C = P∘(G − D); where U = 0 nothing reads C, and it stands as P."""
     px, c = None, p
     if tv is not None:
@@ -136,13 +136,13 @@ def _curvature(t: _Tile, p, pu, xi, mean, v, tv, z) -> tuple[Tensor, Tensor]:
     return px, c
 
 
-def _delta_tile(t: _Tile, q, left, lse, k, right) -> tuple[Any, Any]:
+def _delta_tile(t: Tile, q, left, lse, k, right) -> tuple[Any, Any]:
     """δ = ⟨P, sR⟩"""
     p, r = t.probabilities(q, k, lse), t.mm(left, right.mT)
     return (torch.mul(r, p, out=t.reuse(r)).sum(-1, keepdim=True),), ()
 
 
-def _kappa_tile(t: _Tile, q, lse, kappa, k, run: Sequence[bool]) -> tuple[Any, Any]:
+def _kappa_tile(t: Tile, q, lse, kappa, k, run: Sequence[bool]) -> tuple[Any, Any]:
     """s κ∘(P K), s Pᵀ (κ∘Q)"""
     p = t.probabilities(q, k, lse)
     p = torch.mul(p, kappa, out=t.reuse(p))

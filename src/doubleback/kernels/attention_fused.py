@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from ..errors import PatchError
 
 if TYPE_CHECKING:
-    from .attention import Frame
+    from .attention_frame import Frame
 
 aten = torch.ops.aten
 
