@@ -102,7 +102,27 @@ def patch(path: Path) -> str:
         "what the patch costs a plain step.\n\n"
     )
     heads = ["network", "plain", "gradient penalty, stock", "**patched**", "plain, patched"]
-    return text + markdown(heads, lines) + source(path)
+    cpu = path.with_name("patch-cpu.json")
+    return text + markdown(heads, lines) + source(path) + "\n" + layers(cpu)
+
+
+def layers(path: Path) -> str:
+    """Single convolutions on a CPU."""
+    document = json.loads(path.read_text(encoding="utf-8"))
+    lines = [
+        [
+            f"{row['layer']}, {row['layout']}",
+            *(milliseconds(row["methods"][m], None) for m in ("stock", "patched")),
+            f"{row['times_faster']:.2f}×",
+        ]
+        for row in document["results"]
+        if row.get("part") == "convolution"
+    ]
+    text = (
+        f"{facts(document)} Milliseconds of a penalised step of one convolution; its share that is "
+        "first-order stays PyTorch's.\n\n"
+    )
+    return text + markdown(["layer", "stock", "**patched**", "faster"], lines) + source(path)
 
 
 PAGES = {
