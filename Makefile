@@ -28,7 +28,7 @@ reproduce: $(STAMP)
 	@$(BIN)/doubleback reproduce $(ARGS)
 
 test: lint types
-	@$(BIN)/python -m pytest -n 2 -q $(ARGS)
+	@$(BIN)/python -m pytest -n 2 --dist worksteal -q $(ARGS)
 
 lint: $(STAMP)
 	@$(BIN)/ruff check
