@@ -80,6 +80,15 @@ def test_what_is_compiled_anew_is_looked_up(kernel, change):
     assert how(kernel) == ["looked up", "looked up", again, "again"]
 
 
+def test_kinds_of_calls_do_not_pile_up(kernel, monkeypatch):
+    monkeypatch.setattr(module, "MOST", 3)
+    for n in (1, 2, 3, 4, 5):
+        launch(kernel, (1,), torch.zeros(8), None, n, A=1, B=2)
+        assert len(module._found) <= 3
+    launch(kernel, (1,), torch.zeros(8), None, 5, A=1, B=2)
+    assert how(kernel)[-1] == "again"
+
+
 def test_an_interpreted_kernel_is_always_called(kernel, monkeypatch):
     monkeypatch.setattr(module.triton, "JITFunction", int)
     for _ in range(2):

@@ -29,6 +29,7 @@ def _unchanged(function: Any) -> Any:
 
 jit: Any = _unchanged if triton is None else triton.jit
 
+MOST = 4096  # kinds of calls kept: networks that see a new shape at every step find no end of them
 _found: dict[tuple[Any, ...], Any] = {}
 
 
@@ -67,4 +68,6 @@ def launch(kernel: Any, grid: Sequence[int], *arguments: Any, **constants: Any) 
         return
     compiled = kernel[grid](*arguments, **constants)
     if not pointers & 15 and isinstance(compiled, triton.compiler.CompiledKernel):
+        if len(_found) >= MOST:
+            _found.clear()
         _found[key] = compiled
