@@ -9,17 +9,16 @@ import torch.nn.functional as F
 from torch import nn
 
 import doubleback as db
+from zoo import double
 
 B, N, C = 4, 3, 5
 
 
 @pytest.fixture(autouse=True)
-def double():
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(7)
-    yield
-    torch.set_default_dtype(before)
+def in_double():
+    with double():
+        torch.manual_seed(7)
+        yield
 
 
 def mlp(outputs: int = C) -> nn.Module:

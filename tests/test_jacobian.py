@@ -19,6 +19,7 @@ import doubleback as db
 from doubleback import jacobian_program, pricing
 from doubleback.jacobian import directions, helmert
 from doubleback.pricing import Meter
+from zoo import double
 
 ACTIVATIONS = {
     "relu": nn.ReLU,
@@ -30,12 +31,10 @@ ACTIVATIONS = {
 
 
 @pytest.fixture(autouse=True)
-def double():
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(3)
-    yield
-    torch.set_default_dtype(before)
+def in_double():
+    with double():
+        torch.manual_seed(3)
+        yield
 
 
 def mlp(sizes, activation=nn.Tanh) -> nn.Sequential:

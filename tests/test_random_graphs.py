@@ -8,7 +8,6 @@ So every operator drawn reaches the output, in a graph with branches, joins and 
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import math
@@ -29,6 +28,7 @@ from doubleback.capture import capture
 from doubleback.rules import registered
 from oracle import Spec
 from test_zoo import TOLERANCE, library_penalty, quartic, turned
+from zoo import double
 
 B = 3
 ROWS, COLUMNS = torch.arange(B)[:, None], torch.tensor([[1, 0, 3, 3]])
@@ -685,16 +685,6 @@ def penalty(which: int, seed: int) -> Spec:
 def finite(result: oracle.Result) -> bool:
     tensors = (*result.out, result.penalty, *result.gradients.values())
     return all(t is None or (t.isfinite().all() and t.abs().max() < 1e8) for t in tensors)
-
-
-@contextlib.contextmanager
-def double():
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 @double()

@@ -11,6 +11,7 @@ anything else. Inputs are drawn from the generator given, in the default dtype.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import warnings
 from collections.abc import Callable
@@ -58,16 +59,23 @@ def case(name: str, inputs: Callable, **kwargs):
     return register
 
 
-def build(case: Case, dtype=torch.float64, seed: int = 0) -> tuple[nn.Module, tuple]:
-    """The net and its arguments, drawn in float64 and then rounded: the same in any dtype."""
+@contextlib.contextmanager
+def double():
+    """Tensors and nets made inside are float64."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def build(case: Case, dtype=torch.float64, seed: int = 0) -> tuple[nn.Module, tuple]:
+    """The net and its arguments, drawn in float64 and then rounded: the same in any dtype."""
+    with double():
         torch.manual_seed(seed)
         net = unsettle(case.make().train(case.train))
         args = case.inputs(torch.Generator().manual_seed(seed + 1))
-    finally:
-        torch.set_default_dtype(before)
     return net.to(dtype), leaves(args, dtype)
 
 

@@ -93,11 +93,8 @@ def _slow_when_contiguous(K: Convolution, u, tau, xi, x, weight) -> bool:
 def kernel(formula: Formula, stock: Any) -> Callable:
     """`derivative_kernel`, with dx alone as a convolution of its own."""
     general = derivative_kernel(formula, stock)
-    call_stock = stock.call_boxed
 
     def run(keyset, *args, **kwargs):
-        if not _C.is_grad_enabled() and forward_ad._current_level < 0:
-            return call_stock(keyset, *args, **kwargs)
         if kwargs or args[-1] != [True, False, False] or not _is_one_convolution(*args[:-1]):
             return general(keyset, *args, **kwargs)
         xi, x, weight, _, stride, padding, dilation, transposed, _, groups = args[:-1]
@@ -113,7 +110,8 @@ def _is_one_convolution(
 ) -> bool:
     """Whether dx is computed by the kernel of a convolution of ξ, here and now."""
     return (
-        _by_cudnn(xi, x, weight)
+        _C.is_grad_enabled()
+        and _by_cudnn(xi, x, weight)
         and groups == 1
         and len(stride) == len(padding) == len(dilation) == xi.dim() - 2
         and not torch.is_autocast_enabled(weight.device.type)

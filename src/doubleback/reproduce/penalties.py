@@ -15,7 +15,7 @@ LABEL = {"node": "R_{node}", "cdb": "R_{cdb}"}
 
 def draw_single(experiment: Experiment, of: str) -> Report:
     """Figure 3 (`node`) or 4 (`cdb`)."""
-    plain = LABEL[of].replace("{", "").replace("}", "")
+    plain = f"R_{of}"
     report = Report(
         f"figure-{3 if of == 'node' else 4}-{of}",
         f"Derivatives of {plain} for one example",
@@ -75,7 +75,7 @@ def _places(f: L.Piecewise) -> list[float]:
 
 def draw_batch(experiment: Experiment, of: str) -> Report:
     """Figure 5 (`node`) or 6 (`cdb`)."""
-    plain = LABEL[of].replace("{", "").replace("}", "")
+    plain = f"R_{of}"
     report = Report(
         f"figure-{5 if of == 'node' else 6}-{of}-batch",
         f"Derivatives of {plain}, averaged over a batch of {BATCH}",
