@@ -121,6 +121,7 @@ def test_no_matrix_of_all_scores(monkeypatch):
 KERNELS = {
     "flash": attention_fused.FLASH,
     "efficient": attention_fused.EFFICIENT,
+    "cudnn": attention_fused.CUDNN,
 }
 
 

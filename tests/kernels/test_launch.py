@@ -49,12 +49,23 @@ def how(kernel):
 
 
 def test_the_second_launch_is_not_looked_up(kernel):
-    x = torch.zeros(8)
-    for t in (x, torch.ones(8)):
+    x, other = torch.zeros(8), torch.ones(8)
+    for t in (x, other):
         launch(kernel, (3,), t, None, 8, B=2, A=1, num_warps=4)
     assert how(kernel) == ["looked up", "again"]
-    grid, (x_again, *rest) = kernel.ran[1][1:]
-    assert grid == (3, 1, 1) and x_again.sum() == 8 and rest == [None, 8, 1, 2]
+    assert kernel.ran[1][1:] == ((3, 1, 1), (other.data_ptr(), None, 8, 1, 2))
+
+
+class Elsewhere(torch.Tensor):
+    def get_device(self):
+        return 7
+
+
+def test_a_tensor_on_another_device_is_triton_s_to_refuse(kernel):
+    x = torch.zeros(8)
+    for y in (x, x.as_subclass(Elsewhere)):
+        launch(kernel, (3,), x, y, 8, A=1, B=2)
+    assert how(kernel) == ["looked up", "looked up"]
 
 
 CHANGES = {

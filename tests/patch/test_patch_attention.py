@@ -12,6 +12,7 @@ from derivatives import error, samples, second
 from torch import nn
 from torch.autograd import gradgradcheck
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import doubleback as db
 from doubleback.kernels.attention_fused import BITS
@@ -124,7 +125,7 @@ def test_torch_func():
         assert error(results(), expected) < 1e-12
 
 
-class Largest(torch.utils._python_dispatch.TorchDispatchMode):
+class Largest(TorchDispatchMode):
     """The number of entries of the largest tensor made inside."""
 
     entries = 0
@@ -240,7 +241,7 @@ def test_formulas_of_cuda_kernels(formula, biased):
 
 @pytest.mark.parametrize("again", [False, True], ids=["blocks", "composite"])
 @pytest.mark.parametrize("step", [BITS, 8 * BITS])
-@pytest.mark.parametrize("formula", attention.FORMULAS[1:3], ids=lambda f: f.operator)
+@pytest.mark.parametrize("formula", attention.FORMULAS[1:], ids=lambda f: f.operator)
 def test_formulas_of_cuda_kernels_with_dropout(formula, step, again, monkeypatch):
     """With a known mask instead of one read off the kernel; third derivatives take all of it."""
     inputs, p = qkv(n=9, m=15), 0.4
@@ -271,9 +272,29 @@ def test_ragged_batches_and_dropout_on_the_cpu_are_left_to_stock():
     assert accepts(stateless) and not accepts(stateless | {"dropout_p": 0.1})
 
 
-def test_dropout_of_cudnn_is_left_to_stock():
-    a, accepts = arguments("cudnn", qkv()), attention.FORMULAS[3].accepts
-    assert accepts(a) and not accepts(a | {"dropout_p": 0.1})
+class Calls(TorchDispatchMode):
+    """The first argument of every call of an attention backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.gradients = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default:
+            self.gradients.append(args[0])
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_first_derivative_is_not_run_again_on_no_gradient():
+    """Where only a penalty is differentiated the output has no gradient, for which cuDNN's kernel
+    returns uninitialised memory."""
+    inputs = [t.requires_grad_() for t in qkv()]
+    with db.patched(), Calls() as calls:
+        y = F.scaled_dot_product_attention(*inputs)
+        (g,) = torch.autograd.grad(y, inputs[0], random(*y.shape), create_graph=True)
+        assert len(calls.gradients) == 1
+        torch.autograd.grad(g.square().sum(), inputs)
+    assert len(calls.gradients) == 1
 
 
 # ------------------------------------------------------------------- dropout of CUDA's own kernels
@@ -283,6 +304,7 @@ TOLERANCE = {torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 3e-2}
 BACKENDS = {
     "flash": (SDPBackend.FLASH_ATTENTION, (torch.float16, torch.bfloat16)),
     "efficient": (SDPBackend.EFFICIENT_ATTENTION, tuple(TOLERANCE)),
+    "cudnn": (SDPBackend.CUDNN_ATTENTION, (torch.float16, torch.bfloat16)),
 }
 ALL = tuple(BACKENDS)
 DROPPED = {
@@ -337,9 +359,10 @@ TAKEN = [
 
 
 @cuda
+@pytest.mark.parametrize("p", [0.0, 0.2])
 @pytest.mark.parametrize("backend, case, dtype", TAKEN)
-def test_dropout_of_cuda_kernels(backend, case, dtype):
-    inputs, fused, exact, unfused = dropped(backend, dtype, case, p=0.2)
+def test_dropout_of_cuda_kernels(backend, case, dtype, p):
+    inputs, fused, exact, unfused = dropped(backend, dtype, case, p)
     expected = second(unfused, exact, rounded=dtype)
     with db.patched():
         found = second(fused, inputs, rounded=dtype)

@@ -172,7 +172,6 @@ def _pad8(t: Tensor) -> Tensor:
 # Dropout. A kernel draws its mask from (seed, offset) and the place of a score alone, so the mask
 # is read off the kernel itself: where q = k = 0 it returns (Z V)/M, and V can be a code.
 
-RECOVERABLE = (FLASH, EFFICIENT)
 BITS = 6  # columns told apart by one number: 2⁶ − 1 is well within the 8 bits of bfloat16
 
 
@@ -223,7 +222,9 @@ def drop(backend: int, p: float, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """O with dropout, for as many key heads as query heads, from CUDA's random state."""
     if backend == FLASH:
         return aten._scaled_dot_product_flash_attention(q, k, v, p)[0]
-    return aten._scaled_dot_product_efficient_attention(q, k, v, None, True, p)[0]
+    if backend == EFFICIENT:
+        return aten._scaled_dot_product_efficient_attention(q, k, v, None, True, p)[0]
+    return aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, p)[0]
 
 
 def _code(first: int, m: int, columns: int, **like: Any) -> Tensor:

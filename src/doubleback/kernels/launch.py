@@ -3,7 +3,8 @@
 Triton reads the type, value and alignment of every argument at every launch to find the compiled
 kernel, which for the twenty or more arguments here takes longer than a small kernel runs.
 `launch` keeps what it found under the numbers, constants and dtypes of a call. Pointers off a
-16-byte boundary, for which Triton compiles another kernel, take its own way.
+16-byte boundary, for which Triton compiles another kernel, and tensors on other devices, which
+Triton refuses, take its own way.
 """
 
 from __future__ import annotations
@@ -52,22 +53,26 @@ def launch(kernel: Any, grid: Sequence[int], *arguments: Any, **constants: Any) 
         with torch.cuda.device(device):
             launch(kernel, grid, *arguments, **constants)
         return
-    kinds, pointers = [], 0
+    kinds, numbers, pointers, elsewhere = [], [], 0, False
     for a in arguments:
         if isinstance(a, Tensor):
+            pointer = a.data_ptr()
             kinds.append(a.dtype)
-            pointers |= a.data_ptr()
+            numbers.append(pointer)
+            pointers |= pointer
+            elsewhere |= a.get_device() != device
         else:
             kinds.append(a)
+            numbers.append(a)
     values = [constants[name] for name in kernel.arg_names[len(arguments) :]]
-    options = (constants.get(name) for name in ("num_warps", "num_stages"))
-    key = (kernel, device, *kinds, *values, *options)
-    compiled = None if pointers & 15 else _found.get(key)
-    if compiled is not None:
-        compiled[(*grid, 1, 1)[:3]](*arguments, *values)
+    key = (kernel, device, *kinds, *values, constants.get("num_warps"), constants.get("num_stages"))
+    usual = not (pointers & 15 or elsewhere)
+    compiled = _found.get(key) if usual else None
+    if compiled is not None:  # addresses, not tensors: of these the driver is asked one by one
+        compiled[(*grid, 1, 1)[:3]](*numbers, *values)
         return
     compiled = kernel[grid](*arguments, **constants)
-    if not pointers & 15 and isinstance(compiled, triton.compiler.CompiledKernel):
+    if usual and isinstance(compiled, triton.compiler.CompiledKernel):
         if len(_found) >= MOST:
             _found.clear()
         _found[key] = compiled

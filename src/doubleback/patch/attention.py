@@ -6,9 +6,9 @@ The backward gives (dq, dk, dv) = (∂O)*ξ. With cotangents (u_q, u_k, u_v) of 
     ⟨u_q, dq⟩ + ⟨u_k, dk⟩ + ⟨u_v, dv⟩ = ⟨ξ, t⟩,    t the tangent of O along (u_q, u_k, u_v),
 
 so ξ̄ = t, and q̄, k̄, v̄ are the curvature sources of ``kernels.attention``. O and the log-sum-exp are
-functions of q, k, v here: their part is in q̄, k̄, v̄. The dropout of CUDA's kernels (cuDNN's apart)
-is had again from the random state that they kept. Third derivatives, forward mode and a bias that
-itself takes a gradient go through the unfused kernel, in memory N·M.
+functions of q, k, v here: their part is in q̄, k̄, v̄. The dropout of CUDA's kernels is had again from
+the random state that they kept. Third derivatives, forward mode and a bias that itself takes a
+gradient go through the unfused kernel, in memory N·M.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.attention import attention_second
-from ..kernels.attention_fused import CUDNN, EFFICIENT, FLASH, RECOVERABLE, Dropout, recovered
+from ..kernels.attention_fused import CUDNN, EFFICIENT, FLASH, Dropout, recovered
 from .node import Call, Formula, Grads, again, plain, through
 
 aten = torch.ops.aten
@@ -78,11 +78,11 @@ def _composite(backend: int, a: dict[str, Any]) -> tuple[Tensor | None, ...]:
     return tuple(g if w else None for g, w in zip(found, wanted, strict=True))
 
 
-def _accepts(backend: int, a: dict[str, Any]) -> bool:
+def _accepts(a: dict[str, Any]) -> bool:
     """Dense, of equal lengths in a batch, and with a dropout that can be had again."""
     tensors = (a["query"], a["key"], a["value"], a["out"], a["logsumexp"], _mask(a))
     ragged = a.get("cum_seq_q") is not None and a["cum_seq_q"].numel() > 0
-    known = a["dropout_p"] == 0 or ("philox_seed" in a and backend in RECOVERABLE)
+    known = a["dropout_p"] == 0 or "philox_seed" in a
     return plain(*tensors) and not ragged and known and a["query"].dim() == 4
 
 
@@ -94,8 +94,9 @@ FORMULAS = [
         "attention",
         _WHY,
         partial(_second, backend),
-        partial(_accepts, backend),
+        _accepts,
         partial(_composite, backend),
+        derived=("out", "logsumexp"),
     )
     for name, backend in (
         ("_scaled_dot_product_flash_attention_for_cpu_backward", FLASH),

@@ -54,6 +54,10 @@ class Formula:
     composite: the operator in differentiable steps, for forward mode; without one the stock kernel
         serves dual tensors.
     keeps: the results of the operator that `second` reads.
+    derived: arguments that are functions of others (results of the forward operator), whose part
+        is in the cotangents of these. They are constants of the node: an edge to the forward
+        operator would run its backward on no gradient at all, of which cuDNN's attention makes
+        whatever its memory held before.
     armed_by: what registers it, "create_graph" or "forward_mode".
     keys: where it is registered.
     kernel: makes its kernel from (formula, stock kernel), if not `derivative_kernel`.
@@ -66,6 +70,7 @@ class Formula:
     accepts: Callable[[dict[str, Any]], bool] = lambda arguments: True
     composite: Callable[[dict[str, Any]], Any] | None = None
     keeps: tuple[int, ...] = ()
+    derived: tuple[str, ...] = ()
     armed_by: str = "create_graph"
     keys: tuple[str, ...] = KEYS
     kernel: Callable[[Formula, Any], Callable] | None = None
@@ -172,6 +177,7 @@ class Site:
     op: Any
     positional: tuple[str, ...]
     tensors: tuple[str, ...]
+    derived: tuple[int, ...]
     options: tuple[str, ...]
     defaults: dict[str, Any]
 
@@ -184,6 +190,7 @@ class Site:
             op,
             tuple(a.name for a in schema if not a.kwarg_only),
             tensors,
+            tuple(tensors.index(name) for name in formula.derived if name in tensors),
             tuple(a.name for a in schema if a.name not in tensors),
             {a.name: a.default_value for a in schema if a.has_default_value()},
         )
@@ -215,6 +222,8 @@ def derivative_kernel(formula: Formula, stock: Any) -> Callable:
             return call_stock(keyset, *args, **kwargs)
         if dual:
             return formula.composite(arguments)  # type: ignore[misc]
+        for i in site.derived:
+            tensors[i] = tensors[i].detach()
         if peek_interpreter_stack() is None:
             return apply(site, keyset, arguments, args, kwargs, *tensors)
         with enable_single_level_autograd_function():
