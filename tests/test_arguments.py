@@ -3,12 +3,15 @@ receive what autograd's double backward gives them, however the sweeps are run."
 
 from __future__ import annotations
 
+from collections import OrderedDict
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import doubleback as db
+from doubleback import flat_graph
 from zoo import double
 
 B, N, C = 4, 3, 5
@@ -303,3 +306,77 @@ def test_only_w_costs_a_tangent_at_the_output(asks):
     assert products(db.BilinearForm(), w.requires_grad_(asks), q) == plain + asks
     plain = products(db.GradientMatch(0), q)
     assert products(db.GradientMatch(0), q.clone().requires_grad_(asks)) == plain
+
+
+# ----------------------------------------------------------- what changes from call to call
+
+
+def randn(*shape):
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+
+class Heads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.heads = nn.ModuleList(nn.Linear(4, 3) for _ in range(3))
+
+    def forward(self, x):
+        first, second, third = (head(x.tanh()) for head in self.heads)
+        return first, second, third.tanh()
+
+
+@pytest.mark.parametrize("penalty", [db.Jacobian(), db.OutputGradient(0)], ids=["many", "one"])
+def test_the_loss_may_take_one_output_and_then_another(penalty):
+    """Outputs of one shape: the flat graph of the one is not that of the other."""
+    net, x = Heads().double(), randn(5, 4)
+    model = db.Penalised(net, penalty, output=2)
+    for _ in range(4):
+        for chosen in (0, 1):
+            net.zero_grad()
+            outputs, value = model(x)
+            (outputs[chosen].sum() + value).backward()
+            grads = [head.weight.grad for head in net.heads[:2]]
+            reached = [grad is not None and bool(grad.any()) for grad in grads]
+            assert reached == [chosen == 0, chosen == 1]
+
+
+@pytest.mark.parametrize("wrap", [float, lambda s: {"s": s}, lambda s: OrderedDict(s=s)])
+def test_a_number_for_the_penalty_may_change(wrap):
+    def times(out, given):
+        return out * (given if isinstance(given, float) else given["s"])
+
+    net, x = nn.Sequential(nn.Linear(4, 3), nn.Tanh()).double(), randn(5, 4)
+    model = db.Penalised(net, db.Custom(times, extras=1))
+    base = model(x, wrap(1.0))[1].item()
+    for scale in (1.0, 1.0, 1.0, 2.0, 3.0, 1.0):
+        assert model(x, wrap(scale))[1].item() == pytest.approx(scale**2 * base)
+
+
+def test_numbers_that_never_come_again_do_not_pile_up(monkeypatch):
+    monkeypatch.setattr("doubleback.flatten.MOST", 3)
+    net, x = nn.Sequential(nn.Linear(4, 3), nn.Tanh()).double(), randn(5, 4)
+    model = db.Penalised(net, db.Custom(lambda out, s: s * out, extras=1), flatten_after=0)
+    found = [model(x, float(s))[1].item() / s**2 for s in range(1, 7)]
+    assert found == pytest.approx(found[:1] * 6)
+    (program,) = model._programs.values()
+    assert len(program.replay._flat) == 3
+
+
+@pytest.mark.parametrize("penalty", [db.LossGradient("mse"), db.Jacobian()], ids=["loss", "J"])
+def test_a_weight_that_changes_at_every_step_takes_one_graph(penalty, monkeypatch):
+    made = []
+    boxed = flat_graph.boxed
+    monkeypatch.setattr(flat_graph, "boxed", lambda graph: made.append(graph) or boxed(graph))
+    net, x, y = nn.Sequential(nn.Linear(4, 3), nn.Tanh()).double(), randn(5, 4), randn(5, 3)
+    model = db.Penalised(net, penalty, flatten_after=1)
+    counts, grads = [], []
+    for weight in (0.1, 0.2, 0.3, 0.4, 0):
+        net.zero_grad()
+        model.accumulate(x, y, loss="mse", weight=weight)
+        counts.append(len(made))
+        grads.append(net[0].weight.grad.clone())
+    assert counts[1] == counts[2] == counts[3] > 0
+    slope = grads[1] - grads[0]
+    torch.testing.assert_close(grads[3], grads[0] + 3 * slope)
+    torch.testing.assert_close(grads[4], grads[0] - slope)
+    assert slope.norm() > 0

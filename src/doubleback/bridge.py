@@ -122,15 +122,15 @@ class Program:
         extra: Sequence[Any],
         loss: Loss | None,
         target: Any,
-        weight: float,
+        weight: Tensor | None,
     ) -> tuple[list[Tensor], Tensor, Tensor, list[Tensor | None], dict[str, Tensor]]:
         """All four sweeps: (outputs, loss, penalty, gradients of loss + weight·penalty, buffers).
 
-        With weight 0 this is a plain training step: forward and second sweep alone.
+        Without a weight this is a plain training step: forward and second sweep alone.
         """
         plan, penalty = self.plan, self.penalty
         values = None
-        if weight == 0:
+        if weight is None:
             state = sweeps.forward(plan, self._laid_out(leaves))
             outputs = [self._usual(state.values[v]) for v in plan.outputs]
             mutated = {name: state.values[v] for name, v in plan.mutations.items()}
@@ -147,9 +147,9 @@ class Program:
             grad_out = gradient / batch
         grad_values = None
         penalty_value = torch.zeros((), device=out.device)
-        if values is not None:
+        if values is not None and weight is not None:
             penalty_value = penalty.reduce(values)
-            per_value = torch.full_like(values, weight)
+            per_value = weight.to(values.dtype).expand_as(values)
             grad_values = per_value / batch if penalty.reduction == "mean" else per_value
         grads = self.last(state, extra, {plan.target: grad_out}, grad_values)
         return outputs, loss_value, penalty_value, grads, mutated

@@ -6,6 +6,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -35,12 +36,14 @@ class Arguments:
     @property
     def constants(self) -> tuple:
         """The penalty's own arguments, detached, as the sweeps read them."""
+        if all(isinstance(t, Tensor) for t in self.extra):
+            return tuple(t.detach() for t in self.extra)
         return pytree.tree_map_only(Tensor, lambda t: t.detach(), self.extra)
 
     @property
     def asked(self) -> dict[int, Tensor]:
         """Those of the penalty's own tensors that ask for a gradient, by flattened place."""
-        leaves = enumerate(pytree.tree_leaves(self.extra))
+        leaves = enumerate(pytree.tree_leaves(self.extra)) if self.extra else ()
         return {i: t for i, t in leaves if requires_grad(t)}
 
     def asks(self, position: int) -> bool:
@@ -50,6 +53,8 @@ class Arguments:
 
 def requires_grad(nested: Any) -> bool:
     """Whether any tensor in nested arguments requires grad."""
+    if isinstance(nested, Tensor):
+        return nested.requires_grad
     return any(isinstance(t, Tensor) and t.requires_grad for t in pytree.tree_leaves(nested))
 
 
@@ -65,16 +70,29 @@ def take_apart(
         )
     split = len(args) - extras
     own, extra = args[:split], args[split:]
-    parts: list[tuple[Any, Any]] = [*enumerate(own), *kwargs.items()]
-    leaves, spec = pytree.tree_flatten((own, dict(kwargs)))
-    spans, start = {}, 0
-    for key, part in parts:
-        count = len(pytree.tree_leaves(part))
-        spans[key] = range(start, start + count)
-        start += count
+    leaves, spec, spans = _flat(own, dict(kwargs))
     penalised = _penalised(net, wrt, extras, spans, leaves)
     _check_devices(net, [leaves[i] for i in penalised])
     return Arguments(own, dict(kwargs), extra, tuple(leaves), spec, penalised)
+
+
+def _flat(own: tuple, kwargs: dict[str, Any]) -> tuple[Sequence[Any], Any, dict[Any, range]]:
+    """The leaves of the network's arguments, their spec, and which leaves each argument holds."""
+    if not kwargs and all(isinstance(t, Tensor) for t in own):
+        return own, _spec(len(own)), {i: range(i, i + 1) for i in range(len(own))}
+    leaves, spec = pytree.tree_flatten((own, kwargs))
+    spans, start = {}, 0
+    for key, part in [*enumerate(own), *kwargs.items()]:
+        count = len(pytree.tree_leaves(part))
+        spans[key] = range(start, start + count)
+        start += count
+    return leaves, spec, spans
+
+
+@lru_cache
+def _spec(count: int) -> Any:
+    """That of `count` tensors by position."""
+    return pytree.tree_flatten(((None,) * count, {}))[1]
 
 
 def _penalised(
@@ -137,14 +155,15 @@ def graph_key(net: nn.Module, call: Arguments) -> Any:
     device = call.x[0].device.type
     autocast = torch.is_autocast_enabled(device)
     leaves = tuple(
-        (tuple(t.shape), t.dtype, t.device) if isinstance(t, Tensor) else _hashable(t)
+        (tuple(t.shape), t.dtype, t.device) if isinstance(t, Tensor) else hashable(t)
         for t in call.leaves
     )
     mode = (autocast, torch.get_autocast_dtype(device) if autocast else None)
     return leaves, call.spec, _fingerprint(net), mode
 
 
-def _hashable(item: Any) -> Any:
+def hashable(item: Any) -> Any:
+    """What tells `item` apart from others, as part of a key."""
     try:
         hash(item)
     except TypeError:

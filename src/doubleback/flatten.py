@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils import _pytree as pytree
 
-from . import flat_graph, sweeps
+from . import flat_graph, nested, sweeps
 from .bridge import First, Program
+from .calls import hashable
 from .counting import Operations, recording, replayed
 from .errors import RuleError
 from .kernels import mode
@@ -40,7 +40,7 @@ class Flat:
     """
 
     run: Callable[[list[Tensor]], Sequence[Tensor]]
-    spec: Any
+    spec: nested.Structure
     leaves: Sequence[int | _Input | tuple]
     operations: Operations
 
@@ -48,7 +48,7 @@ class Flat:
         """The nested result."""
         results = self.launch(tensors)
         found = [results[x] if isinstance(x, int) else x[0] for x in self.leaves]  # type: ignore[index]
-        return pytree.tree_unflatten(found, self.spec)
+        return nested.put(self.spec, iter(found))
 
     def launch(self, tensors: list[Tensor]) -> Sequence[Tensor]:
         replayed(self.operations)
@@ -75,7 +75,8 @@ def flatten(
     found: dict[str, Any] = {}
 
     def flat(*given: Tensor) -> list[Tensor]:
-        leaves, found["spec"] = pytree.tree_flatten(fn(given))
+        leaves: list[Any] = []
+        found["spec"] = nested.take(fn(given), leaves)
         number = {id(t): i for i, t in enumerate(given)} if pass_inputs else {}
         results: list[Tensor] = []
         found["leaves"] = places = []
@@ -111,12 +112,15 @@ class FlatState:
     def rebuild(self, tensors: Sequence[Tensor]) -> sweeps.State:
         """The nested state, as the trace of `first` left it."""
         values = iter(tensors)
-        leaves = [x[0] if isinstance(x, tuple) else next(values) for x in self.flat.leaves]
-        return sweeps.State(*pytree.tree_unflatten(leaves, self.flat.spec)[-1])
+        leaves = (x[0] if isinstance(x, tuple) else next(values) for x in self.flat.leaves)
+        return sweeps.State(*nested.put(self.flat.spec, leaves)[-1])
+
+
+MOST = 64  # a number among the arguments that is new at every call makes a graph of its own
 
 
 class Replay:
-    """Flat graphs by key, made when first asked for.
+    """Flat graphs by key, made when first asked for; the `MOST` latest are kept.
 
     With a compiler from the first call on; otherwise after `after` calls, node by node until then.
     """
@@ -149,7 +153,10 @@ class Replay:
         flat = self._flat.get(key)
         if flat is None:
             try:
-                flat = self._flat[key] = flatten(fn, tensors, self.compiler, pass_inputs)
+                flat = flatten(fn, tensors, self.compiler, pass_inputs)
+                if len(self._flat) >= MOST:
+                    self._flat.pop(next(iter(self._flat)))
+                self._flat[key] = flat
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:
@@ -162,17 +169,17 @@ class Replay:
         return flat
 
     def __call__(
-        self, key: Any, fn: Callable[[Any], Any], nested: Any, consume: Sequence[dict] = ()
+        self, key: Any, fn: Callable[[Any], Any], item: Any, consume: Sequence[dict] = ()
     ) -> Any:
-        """fn(nested), flat where graphs are used. consume: dictionaries in `nested` that may be
+        """fn(item), flat where graphs are used. consume: dictionaries in `item` that may be
         emptied, so that their tensors are freed at their last use."""
         if not self.ready:
-            return fn(nested)
-        pack = _Pack(nested)
+            return fn(item)
+        pack = _Pack(item)
         given = (key, pack.key)
         flat = self.get(given, lambda tensors: fn(pack.rebuild(tensors)), pack.tensors)
         if flat is None:
-            return fn(nested)
+            return fn(item)
         for part in consume:
             part.clear()
         return flat(pack.tensors)
@@ -201,10 +208,10 @@ class FlattenedProgram:
         def run(given: Sequence[Tensor]) -> Any:
             values, more = pack.rebuild(given)
             outputs, values, mutated, state = self.program.first(values, more, keep)
-            nested = (state.values, state.saved, state.xi, state.q0) if keep else ()
+            kept = (state.values, state.saved, state.xi, state.q0) if keep else ()
             # clones: what the caller receives is not to alias an input or what is kept
             outputs = [_fresh(t, given) for t in outputs]
-            return (outputs, values, [_fresh(mutated[n], given) for n in plan.mutations]), nested
+            return (outputs, values, [_fresh(mutated[n], given) for n in plan.mutations]), kept
 
         key = ("first", keep, pack.key)
         flat = self.replay.get(key, run, pack.tensors, pass_inputs=True)
@@ -242,8 +249,8 @@ class FlattenedProgram:
         tensors = pack.tensors + state.tensors
         flat = self.replay.get(("last", state.key, pack.key), run, tensors)
         if flat is None:
-            nested = state.rebuild(state.tensors)
-            return self.program.last(nested, extra, grad_outputs, grad_values, keep)
+            whole = state.rebuild(state.tensors)
+            return self.program.last(whole, extra, grad_outputs, grad_values, keep)
         if not keep:
             state.tensors.clear()
         return flat(tensors)
@@ -254,17 +261,17 @@ class FlattenedProgram:
         extra: Sequence[Any],
         loss: Loss | None,
         target: Any,
-        weight: float,
+        weight: Tensor | None,
     ) -> tuple[list[Tensor], Tensor, Tensor, list[Tensor | None], dict[str, Tensor]]:
         if not self.replay.tick():
             return self.program.step(leaves, extra, loss, target, weight)
-        pack = _Pack((dict(leaves), tuple(extra), target))
+        pack = _Pack((dict(leaves), tuple(extra), target, weight))
 
         def run(given: Sequence[Tensor]) -> Any:
-            values, more, y = pack.rebuild(given)
-            return self.program.step(values, more, loss, y, weight)
+            values, more, y, by = pack.rebuild(given)
+            return self.program.step(values, more, loss, y, by)
 
-        flat = self.replay.get(("step", loss, weight, pack.key), run, pack.tensors)
+        flat = self.replay.get(("step", loss, pack.key), run, pack.tensors)
         if flat is None:
             return self.program.step(leaves, extra, loss, target, weight)
         return flat(pack.tensors)
@@ -278,8 +285,9 @@ def _fresh(result: Tensor, given: Sequence[Tensor]) -> Tensor:
 class _Pack:
     """Nested arguments as a list of tensors, a key, and the way back."""
 
-    def __init__(self, nested: Any) -> None:
-        self.leaves, self.spec = pytree.tree_flatten(nested)
+    def __init__(self, item: Any) -> None:
+        self.leaves: list[Any] = []
+        self.structure = nested.take(item, self.leaves)
         self.places = [i for i, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor)]
         self.tensors = [self.leaves[i] for i in self.places]
         for i in self.places:  # the list alone holds them, so that they can be freed
@@ -287,11 +295,14 @@ class _Pack:
 
     @property
     def key(self) -> Any:
-        """Shapes are the plan's; what may still differ is presence, layout and dtype."""
-        return tuple(self.places), tuple((t.stride(), t.dtype) for t in self.tensors)
+        """Shapes are the plan's; what may still differ is which values are there, and under which
+        names, layouts, dtypes, and what is no tensor, which becomes part of the graph."""
+        others = tuple(hashable(leaf) for leaf in self.leaves if leaf is not None)
+        layouts = tuple([(t.stride(), t.dtype) for t in self.tensors])
+        return self.structure, tuple(self.places), layouts, others
 
     def rebuild(self, tensors: Sequence[Tensor]) -> Any:
         filled = list(self.leaves)
         for i, t in zip(self.places, tensors, strict=True):
             filled[i] = t
-        return pytree.tree_unflatten(filled, self.spec)
+        return nested.put(self.structure, iter(filled))

@@ -17,6 +17,7 @@ from .calls import (
     Arguments,
     choose,
     graph_key,
+    hashable,
     read_state,
     requires_grad,
     run_prelude,
@@ -38,6 +39,9 @@ from .planner import plan_jacobian
 from .pricing import price
 
 CACHE_SIZE = 64  # captured graphs kept per module, oldest out first
+_TRANSIENT = (
+    "_graphs", "_programs", "_graphed", "_losses", "_found_owners", "_carried", "_warned",
+)  # fmt: skip
 
 
 class Penalised(nn.Module):
@@ -115,23 +119,12 @@ class Penalised(nn.Module):
         self._programs: dict[Any, Any] = {}
         self._graphed: dict[Any, GraphedStep] = {}
         self._losses: dict[Any, Loss] = {}
-        self._found_owners: dict[int, list] = {}
+        self._found_owners: dict[int, tuple[Graph, list]] = {}
         self._carried: dict[Any, Tensor] = {}  # singular vectors, from call to call
         self._warned = False
 
     def __getstate__(self) -> dict[str, Any]:
-        state = self.__dict__.copy()
-        for name in (
-            "_graphs",
-            "_programs",
-            "_graphed",
-            "_losses",
-            "_found_owners",
-            "_carried",
-            "_warned",
-        ):
-            state.pop(name, None)
-        return state
+        return {name: item for name, item in self.__dict__.items() if name not in _TRANSIENT}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -205,7 +198,7 @@ class Penalised(nn.Module):
             values = {v: prelude[v].detach() for v in (*plan.penalised, *plan.leaves)}
             with torch.no_grad():
                 outputs, loss_value, penalty, grads, mutated = self._step(
-                    program, values, call.constants, own_loss, target, float(weight)
+                    program, values, call.constants, own_loss, target, _scale(weight, call.x[0])
                 )
             swept = (prelude[v] for v in (*plan.penalised, *plan.effective))
             ends = [*swept, *call.asked.values()]
@@ -217,21 +210,22 @@ class Penalised(nn.Module):
 
     def _step(
         self, program: Any, values: Mapping[int, Tensor], extra: tuple, loss: Any, target: Any,
-        weight: float,
+        weight: Tensor | None,
     ) -> tuple:  # fmt: skip
         """All four sweeps, as one CUDA graph where that was asked for."""
         if not (self.cuda_graph and values[program.plan.penalised[0]].is_cuda):
             return program.step(values, extra, loss, target, weight)
         moves = set(program.plan.penalised)
-        moving = ({v: t for v, t in values.items() if v in moves}, extra, target)
+        moving = ({v: t for v, t in values.items() if v in moves}, extra, target, weight)
         fixed = {v: t for v, t in values.items() if v not in moves}
 
         def run(given: Any, rest: Any) -> tuple:
-            x, more, y = given
-            return program.step({**x, **rest}, more, loss, y, weight)
+            x, more, y, by = given
+            return program.step({**x, **rest}, more, loss, y, by)
 
-        layouts = tuple(t.stride() for t in pytree.tree_leaves(moving) if isinstance(t, Tensor))
-        key = (id(program), loss, weight, layouts)
+        leaves, spec = pytree.tree_flatten(moving)
+        kinds = (t.stride() if isinstance(t, Tensor) else hashable(t) for t in leaves)
+        key = (program, loss, spec, *kinds)
         graphed = self._graphed.get(key)
         if graphed is None:
             graphed = GraphedStep(run, moving, fixed)
@@ -356,14 +350,15 @@ class Penalised(nn.Module):
 
     def _owners(self, graph: Graph) -> list[tuple[nn.Module, str, int, bool]]:
         """For each parameter and buffer: its module, its name there, its value, whether written."""
-        found = self._found_owners.get(id(graph))
+        _, found = self._found_owners.get(id(graph), (graph, None))
         if found is None:
             found = []
             for name, value in graph.state.items():
                 owner, _, leaf = name.rpartition(".")
                 module = self.net.get_submodule(owner)
                 found.append((module, leaf, value, name in graph.mutations))
-            self._found_owners[id(graph)] = found
+            # with the graph, so that no other one gets its number
+            _remember(self._found_owners, id(graph), (graph, found))
         return found
 
     def _write_buffers(
@@ -387,6 +382,14 @@ class Penalised(nn.Module):
             else:
                 flat.append(swept[item] if item in swept else prelude[item])
         return pytree.tree_unflatten(flat, plan.graph.out_spec)
+
+
+def _scale(weight: float, x: Tensor) -> Tensor | None:
+    """The penalty's weight as a tensor, so that it may change from call to call; None for zero."""
+    if weight == 0:
+        return None
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    return torch.full((), weight, dtype=dtype, device=x.device)
 
 
 def _remember(cache: dict, key: Any, item: Any) -> None:
