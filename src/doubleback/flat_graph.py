@@ -22,13 +22,15 @@ _PURE_VIEWS = {
 
 
 def clean(module: torch.fx.GraphModule) -> None:
-    """Leave out what does nothing: views of the same shape, the same view twice; one `addmm` for
-    a product that is added to a gradient. Each call costs the host as much as a kernel."""
+    """Leave out what does nothing: views of the same shape, views of views, the same view twice;
+    one `addmm` for a product that is added to a gradient. Each call costs the host as much as a
+    kernel."""
     graph = module.graph
     seen: dict[Any, torch.fx.Node] = {}
     for node in list(graph.nodes):
         if node.op != "call_function":
             continue
+        _skip_views_between(node)
         same = _same_as_input(node)
         if same is None and node.target in _PURE_VIEWS:
             key = (node.target, str(node.args), str(node.kwargs))
@@ -40,6 +42,20 @@ def clean(module: torch.fx.GraphModule) -> None:
             _join_product(graph, node)
     graph.eliminate_dead_code()
     module.recompile()
+
+
+_RESHAPES = (aten.view.default, aten._unsafe_view.default)
+
+
+def _skip_views_between(node: torch.fx.Node) -> None:
+    """A view of a view of x is a view of x."""
+    if node.target not in _RESHAPES or node.kwargs:
+        return
+    source = node.args[0]
+    while isinstance(source, torch.fx.Node) and source.target in _RESHAPES:
+        source = source.args[0]
+    if source is not node.args[0]:
+        node.args = (source, list(node.meta["val"].shape))
 
 
 def _same_as_input(node: torch.fx.Node) -> torch.fx.Node | None:

@@ -199,7 +199,10 @@ class Frame:
     def _add(self, sums: list[Maybe] | None, parts: Sequence[Maybe]) -> list[Maybe]:
         """sums + parts, where a causal block's columns end at its last row."""
         if sums is None:
-            return [None if x is None else F.pad(x, (0, 0, 0, self.m - x.shape[1])) for x in parts]
+            return [
+                x if x is None or x.shape[1] == self.m else F.pad(x, (0, 0, 0, self.m - x.shape[1]))
+                for x in parts
+            ]
         if not self.eager:
             return [_plus(s, x) for s, x in zip(sums, self._add(None, parts), strict=True)]
         for s, x in zip(sums, parts, strict=True):
