@@ -48,14 +48,13 @@ _RESHAPES = (aten.view.default, aten._unsafe_view.default)
 
 
 def _skip_views_between(node: torch.fx.Node) -> None:
-    """A view of a view of x is a view of x."""
+    """A view of a view of x is a view of x; sizes are written out, so that equal views look so."""
     if node.target not in _RESHAPES or node.kwargs:
         return
     source = node.args[0]
     while isinstance(source, torch.fx.Node) and source.target in _RESHAPES:
         source = source.args[0]
-    if source is not node.args[0]:
-        node.args = (source, list(node.meta["val"].shape))
+    node.args = (source, list(node.meta["val"].shape))
 
 
 def _same_as_input(node: torch.fx.Node) -> torch.fx.Node | None:
@@ -134,21 +133,51 @@ def _direct(graph: torch.fx.Graph) -> None:
     """Call PyTorch's own bindings where there are any: the host's time per call is a third of
     that through `torch.ops`."""
     for node in list(graph.nodes):
-        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        gone = node._erased
+        if gone or node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
             continue
         name = node.target._schema.name.removeprefix("aten::")
         if node.target in _METHODS:
             with graph.inserting_before(node):
                 call = graph.call_method(_METHODS[node.target], node.args)
+            call.meta = dict(node.meta)
             node.replace_all_uses_with(call)
             graph.erase_node(node)
         elif name in ("mm", "addmm") and not node.kwargs and _turned(node.args[-1]):
             x, weight = node.args[-2], node.args[-1].args[0]
             rest = (node.args[0],) if name == "addmm" else ()
             node.target, node.args = torch.nn.functional.linear, (x, weight, *rest)
+            _widen(graph, node)
+        elif name == "mm" and _widen(graph, node):
+            node.target = torch.matmul
         elif node.target.namespace == "aten" and name in _DIRECT:
             node.target = getattr(torch, name)
     graph.eliminate_dead_code()
+
+
+def _widen(graph: torch.fx.Graph, node: torch.fx.Node) -> bool:
+    """A product of rows that are a view of (…, n), whose result becomes (…, m) again, takes the
+    whole at once: PyTorch makes the same two views, at a fraction of the host's time."""
+    rows, users = node.args[0], list(node.users)
+    if not isinstance(rows, torch.fx.Node) or len(users) != 1:
+        return False
+    if rows.target not in (aten.view.default, "view") or users[0].target not in _RESHAPES:
+        return False
+    whole = rows.args[0].meta.get("val")  # type: ignore[union-attr]
+    wanted, found = users[0].meta["val"].shape, node.meta["val"].shape
+    fits = (
+        isinstance(whole, Tensor)
+        and whole.dim() > 2
+        and whole.is_contiguous()
+        and whole.shape[-1] == rows.meta["val"].shape[-1]
+        and wanted == (*whole.shape[:-1], found[-1])
+    )
+    if fits:
+        node.args = (rows.args[0], *node.args[1:])
+        node.meta = dict(users[0].meta)
+        users[0].replace_all_uses_with(node)
+        graph.erase_node(users[0])
+    return fits
 
 
 def _turned(node: Any) -> bool:
