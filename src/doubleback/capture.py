@@ -9,14 +9,18 @@ from __future__ import annotations
 
 import operator
 import os
+import threading
 import traceback
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch._decomp
 from torch import Tensor, nn
+from torch._export import utils
+from torch.export import exported_program
 from torch.export.graph_signature import InputKind, OutputKind, TensorArgument
 from torch.utils import _pytree as pytree
 
@@ -50,7 +54,8 @@ def capture(net: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> Graph:
             warnings.simplefilter("ignore")
             program = torch.export.export(_Holder(net), args, kwargs, strict=False)
             _mark_stopped(program.graph_module)
-            program = program.run_decompositions(_decompositions())
+            with _keeping_few_whole(program):
+                program = program.run_decompositions(_decompositions())
     except Exception as error:
         raise CaptureError(
             f"{type(net).__name__} cannot be captured: {_first_line(error)}\n"
@@ -103,8 +108,7 @@ def _decompositions() -> dict:
     """Recurrent layers become cells; attention with dropout, GLU, dropout variants and named
     paddings become the products, activations and pads they are made of."""
     table = torch._decomp.decomposition_table
-    recurrent = (aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input)
-    chosen = {op: table[op] for op in recurrent if op in table}
+    chosen = {op: table[op] for op in _RECURRENT if op in table}
     chosen[aten.scaled_dot_product_attention.default] = _attention_products
     chosen[aten.glu.default] = _glu
     chosen[aten.instance_norm.default] = _instance_norm
@@ -113,6 +117,47 @@ def _decompositions() -> dict:
     for n in (1, 2, 3):
         chosen[getattr(aten, f"conv{n}d").padding] = _padded_convolution(n)
     return chosen
+
+
+_RECURRENT = (aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input)
+_CALLED = {  # composite operators that our decompositions call, and PyTorch's of activations
+    aten.matmul.default, aten.softmax.int, aten._safe_softmax.default, aten.dropout.default,
+    aten.repeat_interleave.self_int, aten.chunk.default, aten.batch_norm.default,
+    aten.instance_norm.default, aten.conv1d.default, aten.conv2d.default, aten.conv3d.default,
+    aten.var.dim, aten.where.Scalar, aten.where.ScalarOther, aten.where.ScalarSelf,
+}  # fmt: skip
+
+
+@contextmanager
+def _keeping_few_whole(program: torch.export.ExportedProgram) -> Iterator[None]:
+    """`run_decompositions` keeps composite operators whole by overriding each of the thousands
+    there are, which takes longer than tracing a small network. Those that this program can call
+    are enough; operators of other libraries and PyTorch's own decompositions may call any."""
+    called = set()
+    for module in program.graph_module.modules():
+        if isinstance(module, torch.fx.GraphModule):
+            called.update(n.target for n in module.graph.nodes if n.op == "call_function")
+    operators = {op for op in called if isinstance(op, torch._ops.OpOverload)}
+    ours = all(op.namespace in ("aten", "doubleback") for op in operators)
+    every = _every
+    if every is None or _every_of_aten is None or not ours or operators & set(_RECURRENT):
+        yield
+        return
+    thread, asked = threading.get_ident(), operators | _CALLED | set(_decompositions())
+    few = _every_of_aten() & asked
+    with _capturing:
+        exported_program._collect_all_valid_cia_ops = (  # type: ignore[attr-defined]
+            lambda: few if threading.get_ident() == thread else every()
+        )
+        try:
+            yield
+        finally:
+            exported_program._collect_all_valid_cia_ops = every  # type: ignore[attr-defined]
+
+
+_capturing = threading.Lock()
+_every = getattr(exported_program, "_collect_all_valid_cia_ops", None)
+_every_of_aten = getattr(utils, "_collect_all_valid_cia_ops_for_aten_namespace", None)
 
 
 def _glu(x, dim=-1):
