@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from .errors import DoublebackError, NonFiniteError, RuleError
+from .kernels.mode import after, settled
 from .plan import Plan, Step
 from .rules import Call, add, seeded
 
@@ -129,19 +130,24 @@ def _advance(
     """One node of the tangent sweep. Nothing but the dictionaries holds a tensor afterwards."""
     moved = tuple(q.get(v) for v in step.node.inputs)
     if any(part is not None for part in moved):
-        xi = _cotangent(plan, state, held, step, seeds) if step.curves else None
+        xi = _cotangent(plan, state, held, step, moved, seeds) if step.curves else None
         call = call_of(plan, step, state)
         out, bent = _both("tangent", step, call, xi, moved, step.push, seeds)
         if watch is not None:
             watch("tangent", step, (out, bent))
+        if step.curves and step.rule.renews:
+            pairs = zip(bent, moved, strict=True)
+            bent = [s if s is None or part is None else settled(s) for s, part in pairs]
         if step.push:
-            _spread(step, q, out)
+            _spread(step, q, _after(out, bent) if step.node.index in plan.renewals else out)
         if step.curves:
             _accumulate(step, sources, bent, step.bend)
     held.pop(step.node.index, None)
 
 
-def _cotangent(plan: Plan, state: State, held: dict, step: Step, seeds: int | None) -> Any:
+def _cotangent(
+    plan: Plan, state: State, held: dict, step: Step, moved: tuple, seeds: int | None
+) -> Any:
     """ξ at a node's output: held, or renewed from the first node down the line that holds its own.
     What is renewed on the way and read there later joins `held`."""
     chain = [step.node]
@@ -150,17 +156,27 @@ def _cotangent(plan: Plan, state: State, held: dict, step: Step, seeds: int | No
         renewals.append(plan.renewals[chain[-1].index])
         chain.append(renewals[-1].reader.node)
     y = held.get(chain.pop().index)
+    if renewals and y is not None:
+        y = _after(y, moved)
     for renewal, node in zip(reversed(renewals), reversed(chain), strict=True):
         if y is None:
             return None
         reader = renewal.reader
         if reader.curves:
-            held[reader.node.index] = y
+            held.setdefault(reader.node.index, y)
         only = tuple(slot == renewal.slot for slot in range(len(reader.pull)))
         y = _pull("tangent", reader, call_of(plan, reader, state), y, seeds, only)[renewal.slot]
         if node.many and y is not None:
             y = tuple(y if i == renewal.place else None for i in range(len(node.outputs)))
     return y
+
+
+def _after(nested: Any, others: Any) -> Any:
+    """The same tensors, for a compiler not before the first of `others`."""
+    first = next((t for t in others if t is not None), None)
+    if first is None:
+        return nested
+    return pytree.tree_map_only(Tensor, lambda t: after(t, first), nested)
 
 
 def push(
