@@ -84,6 +84,8 @@ class Program:
                 v: (grad_values.reshape(-1, *(1,) * (q.dim() - 1)) * q).to(q.dtype)
                 for v, q in zip(plan.penalised, state.q0, strict=True)
             }
+            if not keep:
+                state.q0 = []
             h, gamma = sweeps.tangent(plan, state, start, keep=keep, watch=watch)
             if self.asked:
                 out, xi = state.values[plan.target], state.xi[sweeps.INPUTS]

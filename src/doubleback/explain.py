@@ -131,7 +131,7 @@ def explain(plan: Plan, penalty: Penalty) -> Explanation:
     }
     layers = sum(1 for s in plan.steps if s.rule.layer)
     kept = sum(_bytes(plan, v) for v in plan.kept if v not in plan.leaves)
-    kept += sum(_bytes(plan, v) for s in plan.steps if s.keeps_xi for v in s.node.outputs)
+    kept += sum(_bytes(plan, v) for s in plan.steps if plan.holds_xi(s) for v in s.node.outputs)
     operators: dict[str, dict[str, Any]] = {}
     for step in plan.steps:
         row = operators.setdefault(str(step.node.op), {"count": 0, "structure": _structure(step)})

@@ -22,6 +22,7 @@ import torch
 
 from .errors import RuleError
 from .graph import Graph, Node
+from .renewal import Renewal, find_renewals
 from .rules import GENERIC, Rule, Structure, find_rule
 
 
@@ -40,13 +41,13 @@ class Step:
     push: bool
     bend: tuple[bool, ...]
     pull2: tuple[bool, ...]
-    keeps_xi: bool
     reads: tuple[bool, ...]
     reads_output: bool
     differentiated: bool
 
     @property
     def curves(self) -> bool:
+        """Whether it reads ξ in the tangent sweep."""
         return any(self.bend)
 
 
@@ -71,12 +72,17 @@ class Plan:
     drop_forward: tuple[tuple[int, ...], ...]
     drop_tangent: tuple[tuple[int, ...], ...]
     drop_second: tuple[tuple[int, ...], ...]
+    renewals: Mapping[int, Renewal]
     channels_last: frozenset[int] = frozenset()
 
     @property
     def leaves(self) -> tuple[int, ...]:
         """Values the sweeps start from, besides the penalised ones."""
         return self.effective + self.constants
+
+    def holds_xi(self, step: Step) -> bool:
+        """Whether ξ at the node's output is held from the backward to the tangent sweep."""
+        return step.curves and step.node.index not in self.renewals
 
     @property
     def generic(self) -> tuple[Node, ...]:
@@ -144,6 +150,7 @@ def make_plan(
         _drops([s.node.inputs + s.node.outputs for s in steps], keep=kept | pinned),
         _drops([s.node.inputs + s.node.outputs for s in steps], keep={target}),
         _drops([_read_values(s) for s in reversed(steps)], keep=set()),
+        find_renewals(graph, steps, target),
         _channels_last(graph, steps, penalised, outer),
     )  # fmt: skip
 
@@ -243,7 +250,7 @@ def _step(node, rule, active, trained, reaching, moving) -> Step:
     differentiated = not stops and any(v in active or v in trained for v in node.outputs)
     reads = _reads(rule, live) if differentiated else (False,) * len(live)
     return Step(
-        node, rule, pull, push, bend, tuple(trains), any(bend), reads,
+        node, rule, pull, push, bend, tuple(trains), reads,
         differentiated and "output" in rule.reads, differentiated,
     )  # fmt: skip
 

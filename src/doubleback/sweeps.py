@@ -6,7 +6,8 @@
     second    γ_j          gradients of penalty and loss, in one sweep
 
 Pure functions of tensors: they run eagerly, or are flattened into one graph and compiled. A
-value leaves its dictionary at its last use; ξ leaves as soon as its source or K□ is taken.
+value leaves its dictionary at its last use; ξ leaves as soon as its source or K□ is taken, and is
+not even held where the plan renews it.
 
 With `seeds` the cotangents and tangents carry a leading axis of that many seeds, and sources are
 summed over it (theory §5.2), so that one second sweep serves all seeds.
@@ -23,6 +24,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from .errors import DoublebackError, NonFiniteError, RuleError
+from .kernels.mode import after, settled
 from .plan import Plan, Step
 from .rules import Call, add, seeded
 
@@ -35,8 +37,9 @@ class State:
     """What passes from one sweep to the next.
 
     values: by value number; saved: by node, what forward rules handed over;
-    xi: by node, cotangents that a curvature source will read, and under `INPUTS` those of the
-    penalised inputs where the penalty will read them; q0: ∇p by penalised input.
+    xi: by node, cotangents that a curvature source will read and no renewal gives, and under
+    `INPUTS` those of the penalised inputs where the penalty will read them; q0: ∇p by penalised
+    input.
     """
 
     values: dict[int, Tensor]
@@ -73,7 +76,8 @@ def backward(
     watch: Watch | None = None,
     seeds: int | None = None,
 ) -> tuple[Tensor | None, ...]:
-    """ξ₀ = J*v for each penalised input. `keep`: remember ξ where curvature will need it."""
+    """ξ₀ = J*v for each penalised input. `keep`: remember ξ where curvature will need it, with
+    seeds everywhere: what is cheap to renew once is not for each of them."""
     xi: dict[int, Tensor] = {plan.target: v}
     for step in reversed(plan.steps):
         if not any(step.pull):
@@ -81,7 +85,7 @@ def backward(
         y = _collect(step, xi)
         if y is None:
             continue
-        if keep and step.keeps_xi:
+        if keep and (plan.holds_xi(step) if seeds is None else step.curves):
             state.xi[step.node.index] = y
         grads = _pull("backward", step, call_of(plan, step, state), y, seeds)
         if watch is not None:
@@ -105,23 +109,75 @@ def tangent(
     tensors are freed at their last use."""
     q = q0
     sources = {} if sources is None else sources
+    held = dict(state.xi) if keep else state.xi
     for step, drop in zip(plan.steps, plan.drop_tangent, strict=True):
         if step.push or step.curves:
-            node = step.node
-            moved = tuple(q.get(v) for v in node.inputs)
-            xi = state.xi.get(node.index) if keep else state.xi.pop(node.index, None)
-            if any(part is not None for part in moved):
-                call = call_of(plan, step, state)
-                out, bent = _both("tangent", step, call, xi, moved, step.push, seeds)
-                if watch is not None:
-                    watch("tangent", step, (out, bent))
-                if step.push:
-                    _spread(step, q, out)
-                if step.curves:
-                    _accumulate(step, sources, bent, step.bend)
+            _advance(plan, state, step, q, held, sources, watch, seeds)
         for v in drop:
             q.pop(v, None)
     return q.get(plan.target), sources
+
+
+def _advance(
+    plan: Plan,
+    state: State,
+    step: Step,
+    q: dict[int, Tensor],
+    held: dict[Any, Any],
+    sources: dict[Any, Tensor],
+    watch: Watch | None,
+    seeds: int | None,
+) -> None:
+    """One node of the tangent sweep. Nothing but the dictionaries holds a tensor afterwards."""
+    moved = tuple(q.get(v) for v in step.node.inputs)
+    if any(part is not None for part in moved):
+        xi = _cotangent(plan, state, held, step, moved, seeds) if step.curves else None
+        call = call_of(plan, step, state)
+        out, bent = _both("tangent", step, call, xi, moved, step.push, seeds)
+        if watch is not None:
+            watch("tangent", step, (out, bent))
+        if step.curves and step.rule.renews:
+            pairs = zip(bent, moved, strict=True)
+            bent = [s if s is None or part is None else settled(s) for s, part in pairs]
+        if step.push:
+            _spread(step, q, _after(out, bent) if step.node.index in plan.renewals else out)
+        if step.curves:
+            _accumulate(step, sources, bent, step.bend)
+    held.pop(step.node.index, None)
+
+
+def _cotangent(
+    plan: Plan, state: State, held: dict, step: Step, moved: tuple, seeds: int | None
+) -> Any:
+    """ξ at a node's output: held, or renewed from the first node down the line that holds its own.
+    What is renewed on the way and read there later joins `held`."""
+    chain = [step.node]
+    renewals = []
+    while chain[-1].index not in held and chain[-1].index in plan.renewals:
+        renewals.append(plan.renewals[chain[-1].index])
+        chain.append(renewals[-1].reader.node)
+    y = held.get(chain.pop().index)
+    if renewals and y is not None:
+        y = _after(y, moved)
+    for renewal, node in zip(reversed(renewals), reversed(chain), strict=True):
+        if y is None:
+            return None
+        reader = renewal.reader
+        if reader.curves:
+            held.setdefault(reader.node.index, y)
+        only = tuple(slot == renewal.slot for slot in range(len(reader.pull)))
+        y = _pull("tangent", reader, call_of(plan, reader, state), y, seeds, only)[renewal.slot]
+        if node.many and y is not None:
+            y = tuple(y if i == renewal.place else None for i in range(len(node.outputs)))
+    return y
+
+
+def _after(nested: Any, others: Any) -> Any:
+    """The same tensors, for a compiler not before the first of `others`."""
+    first = next((t for t in others if t is not None), None)
+    if first is None:
+        return nested
+    return pytree.tree_map_only(Tensor, lambda t: after(t, first), nested)
 
 
 def push(
@@ -198,10 +254,18 @@ def second(
     return gamma
 
 
-def _pull(sweep: str, step: Step, call: Call, y: Any, seeds: int | None) -> Any:
+def _pull(
+    sweep: str,
+    step: Step,
+    call: Call,
+    y: Any,
+    seeds: int | None,
+    wanted: tuple[bool, ...] | None = None,
+) -> Any:
+    wanted = step.pull if wanted is None else wanted
     if seeds is None:
-        return _guard(sweep, step, step.rule.backward, call, y, step.pull)
-    return _guard(sweep, step, lambda c: seeded.backward(step.rule, c, y, step.pull, seeds), call)
+        return _guard(sweep, step, step.rule.backward, call, y, wanted)
+    return _guard(sweep, step, lambda c: seeded.backward(step.rule, c, y, wanted, seeds), call)
 
 
 def _both(

@@ -54,3 +54,26 @@ def opaque(schema: str, launch, fake) -> None:
 
 def on_cuda(*tensors: Tensor | None) -> bool:
     return all(t is None or t.is_cuda for t in tensors)
+
+
+# ------------------------------------------------------- what a compiler is not to put off
+#
+# A compiler holds the factors of a product rather than the product, if that spares it a pass, and
+# shares what is computed twice. Where the sweeps mean to save memory, two marks tell it not to.
+
+library.define("settle(Tensor(a!) t) -> ()")
+library.impl("settle", lambda t: None, "CompositeExplicitAutograd")
+
+
+def settled(t: Tensor) -> Tensor:
+    """t, which a compiler computes here and not where it is read."""
+    if fusing():
+        torch.ops.doubleback.settle(t)
+    return t
+
+
+def after(t: Tensor, q: Tensor) -> Tensor:
+    """t, which a compiler takes to depend on q: what is computed from it comes no earlier."""
+    if not fusing() or not q.numel():
+        return t
+    return torch.where(q[(0,) * q.dim()] > 0, t, t)

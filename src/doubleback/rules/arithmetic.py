@@ -11,7 +11,7 @@ from torch import Tensor
 from ..graph import Ref
 from .seeded import VMAP
 from .structures import broadcast_adjoint, linear
-from .table import Call, Rule, Structure, Tensors, add, aligned, alone, overload, run
+from .table import Call, Rule, Structure, Tensors, add, aligned, alone, light, overload, run
 
 # ------------------------------------------------------------------ sums and differences
 
@@ -281,17 +281,19 @@ def _chosen() -> Rule:
 
 def rules() -> Iterator[tuple[Any, Rule]]:
     table = {
-        _combination(_alpha(1)): ["add.Tensor", "add.Scalar"],
-        _combination(_alpha(-1)): ["sub.Tensor", "sub.Scalar"],
-        _combination(_alpha(-1, reverse=True)): ["rsub.Scalar", "rsub.Tensor"],
-        _div(): ["div.Tensor"],
-        _div_scalar(): ["div.Scalar"],
-        linear(lambda call, y: y * call.argument(1, "other"), per_example=alone()): ["mul.Scalar"],
-        linear(lambda call, y: -y, per_example=alone()): ["neg.default"],
-        _where(): ["where.self", "where.ScalarOther", "where.ScalarSelf"],
+        light(_combination(_alpha(1))): ["add.Tensor", "add.Scalar"],
+        light(_combination(_alpha(-1))): ["sub.Tensor", "sub.Scalar"],
+        light(_combination(_alpha(-1, reverse=True))): ["rsub.Scalar", "rsub.Tensor"],
+        light(_div()): ["div.Tensor"],
+        light(_div_scalar()): ["div.Scalar"],
+        light(linear(lambda call, y: y * call.argument(1, "other"), per_example=alone())): [
+            "mul.Scalar"
+        ],
+        light(linear(lambda call, y: -y, per_example=alone())): ["neg.default"],
+        light(_where()): ["where.self", "where.ScalarOther", "where.ScalarSelf"],
         _extremum(True): ["maximum.default"],
         _extremum(False): ["minimum.default"],
-        _masked_fill(): ["masked_fill.Scalar"],
+        light(_masked_fill()): ["masked_fill.Scalar"],
         _sum(False): ["sum.default", "sum.dim_IntList"],
         _sum(True): ["mean.default", "mean.dim"],
         _amax(): ["amax.default", "amin.default"],

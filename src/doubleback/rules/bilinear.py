@@ -289,8 +289,9 @@ def _mul() -> Rule:
         return (False,) if len(live) == 1 else (live[1], live[0])
 
     return replace(
-        two, backward=backward, tangent=tangent, curvature=curvature, reads_inputs=reads_inputs
-    )
+        two, backward=backward, tangent=tangent, curvature=curvature, reads_inputs=reads_inputs,
+        light=True,
+    )  # fmt: skip
 
 
 def _einsum() -> Rule:

@@ -176,6 +176,7 @@ def _batch_norm_eval() -> Rule:
         curves=lambda i, j: i != j,
         seeded=choose(lambda call, q: LOOP if _moves_parameters(q) else VMAP),
         per_example=alone(),
+        light=True,
     )  # fmt: skip
 
 

@@ -141,6 +141,7 @@ def _prelu() -> Rule:
     return Rule(
         Structure.BILINEAR, run, backward, tangent, curvature, curves=lambda i, j: i != j,
         seeded=VMAP, per_example=alone(where=lambda call: len(call.metas[0].shape) > 1),
+        light=True,
     )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..operators import InvertibleDownsampling, InvertibleUpsampling
 from .structures import linear
-from .table import Call, Rule, Structure, Tensors, alone, overload, run, sum_to, tangent_of
+from .table import Call, Rule, Structure, Tensors, alone, light, overload, run, sum_to, tangent_of
 
 aten = torch.ops.aten
 
@@ -284,11 +284,11 @@ def rules() -> Iterator[tuple[Any, Rule]]:
     table: dict[Rule, list[str]] = {
         _reshape(): ["view.default", "reshape.default", "_unsafe_view.default"],
         _same_entries(): same,
-        _permute(): ["permute.default"],
-        linear(
-            lambda call, y: y.transpose(call.argument(1, "dim0"), call.argument(2, "dim1"))
+        light(_permute()): ["permute.default"],
+        light(
+            linear(lambda call, y: y.transpose(call.argument(1, "dim0"), call.argument(2, "dim1")))
         ): ["transpose.int"],
-        linear(lambda call, y: y.t()): ["t.default", "numpy_T.default"],
+        light(linear(lambda call, y: y.t())): ["t.default", "numpy_T.default"],
         linear(lambda call, y: sum_to(y, call.metas[0].shape)): ["expand.default"],
         _cat(): ["cat.default"],
         _stack(): ["stack.default"],
@@ -298,10 +298,10 @@ def rules() -> Iterator[tuple[Any, Rule]]:
         _pieces("stack"): ["unbind.int"],
         _slice(): ["slice.Tensor"],
         _select(): ["select.int"],
-        _cast(): [
+        light(_cast()): [
             "_to_copy.default", "to.dtype", "to.dtype_layout", "to.device", "type_as.default",
         ],
-        _dropout(): ["native_dropout.default"],
+        light(_dropout()): ["native_dropout.default"],
         _pad(): ["constant_pad_nd.default"],
         _pad_by_mode(): ["pad.default"],
         _overwrite(1): ["copy.default", "fill.Tensor"],

@@ -125,7 +125,9 @@ def _general(
 ) -> Rule:
     from .table import run
 
-    return Rule(Structure.GENERAL, run, backward, tangent, curvature, reads=reads, seeded=VMAP)
+    return Rule(
+        Structure.GENERAL, run, backward, tangent, curvature, reads=reads, seeded=VMAP, light=True
+    )
 
 
 def rules() -> Iterator[tuple[Any, Rule]]:

@@ -15,7 +15,7 @@ None stands for zero everywhere.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
@@ -135,6 +135,7 @@ class Rule:
         inputs, examples along the first axis of each; None derives it from the three above.
         See `alone` and `aligned`.
     layer: the slots (x, θ) of a product K(θ, x) that counts as a layer (theory §5).
+    light: whether `backward` for one input is a few passes over memory, without a product.
     """
 
     structure: Structure
@@ -154,6 +155,7 @@ class Rule:
     same_entries: bool = False
     per_example: PerExample | None = None
     layer: tuple[int, int] | None = None
+    light: bool = False
 
     def __post_init__(self) -> None:
         curved = self.curvature is not None or self.tangent_curvature is not None
@@ -162,6 +164,12 @@ class Rule:
         unknown = set(self.reads) - {"inputs", "output"}
         if unknown:
             raise RuleError(f"reads may hold 'inputs' and 'output', not {sorted(unknown)}")
+
+    @property
+    def renews(self) -> bool:
+        """Whether ξ_u is rather computed again than held: it is light, declared or derived."""
+        standardises = self.structure is Structure.STANDARDISATION
+        return self.light or self.diagonal or self.same_entries or standardises
 
     def separates(self, call: Call, moving: Sequence[bool]) -> bool:
         """`per_example`, declared or derived: seeds that may join the batch do not meet in it."""
@@ -183,6 +191,11 @@ class Rule:
         return q_out, self.curvature(call, xi, q, wanted)
 
 
+def light(rule: Rule) -> Rule:
+    """The rule, declared light."""
+    return replace(rule, light=True)
+
+
 def run(call: Call) -> tuple[Any, None]:
     """forward: the operator itself."""
     return call.apply(call.inputs), None
@@ -200,6 +213,7 @@ def register(op: Any, rule: Rule, *, replace: bool = False) -> None:
         same_entries   y is u under another shape    → a dense layer behind it is still the first
         per_example    no example meets another      → Jacobians by columns and through a waist
         layer          K(θ, x) with slots (x, θ)     → its K, Kᵀ and K□ in `explain`
+        light          ξ_u is a pass over memory     → ξ_u is computed again instead of held
 
     `check_rule` tests the first three on its sample.
     """
