@@ -11,8 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import doubleback as db
-from doubleback import renewal
-from doubleback.rules import Structure
+from doubleback import sweeps
 
 
 class Twice(nn.Module):
@@ -213,7 +212,8 @@ def test_compiled(name):
     net, x = make().double(), torch.randn(shape, dtype=torch.float64)
     y = labels(x)
     stock = db.Penalised(net, db.LossGradient("cross_entropy"), flatten_after=None)
-    model = db.Penalised(net, db.LossGradient("cross_entropy"), compile=True)
+    model = db.Penalised(net, db.LossGradient("cross_entropy"), compile=True, recompute=True)
+    assert plan_of(model, x, y).renewals
 
     def step(by):
         out, penalty = by(x, y)
@@ -236,14 +236,32 @@ def test_debug_and_counts():
     assert ops.products == 4 * 3 - 1 and ops.weight_adjoint == 2 * 3
 
 
-def test_less_memory(monkeypatch):
+def test_less_memory():
     """Of two values and two ξ per layer, one ξ goes; its place is taken by no source."""
     x = torch.randn(512, 6)
     y, peaks = labels(x), []
     net = dense(nn.GELU(), widths=(6, *[64] * 8))
-    kinds = (frozenset(), renewal.KINDS - {Structure.COORDINATEWISE}, renewal.KINDS)
-    for chosen in kinds:
-        monkeypatch.setattr(renewal, "KINDS", chosen)
-        model = db.Penalised(net, db.LossGradient("cross_entropy"))
+    for recompute in (False, True):
+        model = db.Penalised(net, db.LossGradient("cross_entropy"), recompute=recompute)
         peaks.append(model.explain(x, y).as_dict()["peak_bytes"])
-    assert peaks[0] == peaks[1] and peaks[2] <= 0.85 * peaks[0]
+    assert peaks[1] <= 0.85 * peaks[0]
+
+
+def test_who_recomputes():
+    net, x = dense(nn.GELU()), torch.randn(4, 6)
+    for options, expected in (
+        ({}, True), ({"compile": True}, False), ({"compile": "max-autotune"}, False),
+        ({"recompute": False}, False), ({"compile": True, "recompute": True}, True),
+    ):  # fmt: skip
+        model = db.Penalised(net, db.LossGradient("cross_entropy"), **options)
+        assert bool(plan_of(model, x, labels(x)).renewals) is expected
+
+
+def test_with_seeds_everything_is_held():
+    net, x = dense(nn.GELU()).double(), torch.randn(4, 6, dtype=torch.float64)
+    model = db.Penalised(net, db.Jacobian(plan="rows"), flatten_after=None)
+    plan, call = plan_of(model, x), model._call((x,), {})
+    leaves = model._program(model._graph(call), call, gradients=True)[1]
+    state = sweeps.forward(plan, {v: t.detach() for v, t in leaves.items()})
+    sweeps.backward(plan, state, torch.ones(2, 4, 5, dtype=torch.float64), seeds=2)
+    assert plan.renewals and set(state.xi) == {s.node.index for s in plan.steps if s.curves}

@@ -215,6 +215,14 @@ def run_prelude(plan: Plan, state: Mapping[int, Tensor]) -> dict[int, Tensor]:
     return values
 
 
+def scale(weight: float, x: Tensor) -> Tensor | None:
+    """The penalty's weight as a tensor, so that it may change from call to call; None for zero."""
+    if weight == 0:
+        return None
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    return torch.full((), weight, dtype=dtype, device=x.device)
+
+
 def choose(graph: Graph, choice: Any) -> int:
     place = pick(graph.outputs, graph.out_spec, choice)
     return graph.outputs[place]

@@ -114,11 +114,13 @@ def make_plan(
     wanted: Iterable[int],
     *,
     varying_seed: bool,
+    recompute: bool = True,
 ) -> Plan:
     """Decide the four sweeps.
 
     wanted: values whose gradient is asked for (trainable parameters, x where it requires grad);
-    varying_seed: whether v depends on the output, so that its tangent enters the head.
+    varying_seed: whether v depends on the output, so that its tangent enters the head;
+    recompute: whether cotangents are renewed where that is light.
     """
     wanted = frozenset(wanted)
     dependent = _dependent(graph, penalised)
@@ -150,7 +152,7 @@ def make_plan(
         _drops([s.node.inputs + s.node.outputs for s in steps], keep=kept | pinned),
         _drops([s.node.inputs + s.node.outputs for s in steps], keep={target}),
         _drops([_read_values(s) for s in reversed(steps)], keep=set()),
-        find_renewals(graph, steps, target),
+        find_renewals(graph, steps, target) if recompute else {},
         _channels_last(graph, steps, penalised, outer),
     )  # fmt: skip
 

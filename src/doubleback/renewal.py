@@ -14,12 +14,9 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from .graph import Graph
-from .rules import Structure
 
 if TYPE_CHECKING:
     from .plan import Step
-
-KINDS = frozenset(Structure)  # structures of the nodes that are pulled through a second time
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,6 +50,6 @@ def find_renewals(graph: Graph, steps: Sequence[Step], target: int) -> dict[int,
         reader, slot = readers[value][0]
         held = reader.curves or reader.node.index in found
         grows = prod(graph.shape(reader.node.outputs[0])) > prod(graph.shape(value))
-        if held and reader.rule.renews and reader.rule.structure in KINDS and not grows:
+        if held and reader.rule.renews and not grows:
             found[step.node.index] = Renewal(places[0], reader, slot)
     return found

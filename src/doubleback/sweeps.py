@@ -136,7 +136,7 @@ def _advance(
         out, bent = _both("tangent", step, call, xi, moved, step.push, seeds)
         if watch is not None:
             watch("tangent", step, (out, bent))
-        if step.curves and step.rule.renews:
+        if plan.renewals and step.curves and step.rule.renews:
             pairs = zip(bent, moved, strict=True)
             bent = [s if s is None or part is None else settled(s) for s, part in pairs]
         if step.push:
