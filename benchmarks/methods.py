@@ -176,13 +176,16 @@ def _make_fx_patched(net: nn.Module, x: Tensor, y: Tensor, weight: float) -> Ste
 # --- doubleback -----------------------------------------------------------------------------------
 
 
-def _doubleback(compiled: bool, one_shot: bool, graphed: bool = False) -> Callable[..., Step]:
+def _doubleback(
+    compiled: bool, one_shot: bool, graphed: bool = False, recompute: bool | None = None
+) -> Callable[..., Step]:
     def build(net: nn.Module, x: Tensor, y: Tensor, weight: float) -> Step:
         import doubleback as db
 
         model = db.Penalised(
-            net, db.LossGradient("cross_entropy"), compile=compiled, cuda_graph=graphed
-        )
+            net, db.LossGradient("cross_entropy"), compile=compiled, cuda_graph=graphed,
+            recompute=recompute,
+        )  # fmt: skip
 
         def two_calls(x, y):
             out, penalty = model(x, y)
@@ -212,6 +215,12 @@ METHODS: dict[str, Method] = {
     "doubleback one-shot graphed": Method(_doubleback(False, one_shot=True, graphed=True)),
     "doubleback one-shot compiled graphed": Method(
         _doubleback(True, one_shot=True, graphed=True), compiled=True
+    ),
+    "doubleback one-shot compiled recompute": Method(
+        _doubleback(True, one_shot=True, recompute=True), compiled=True
+    ),
+    "doubleback one-shot graphed held": Method(
+        _doubleback(False, one_shot=True, graphed=True, recompute=False)
     ),
     "torch.func compiled": Method(_torch_func, compiled=True, peer=True),
     "make_fx + inductor": Method(_make_fx, compiled=True, peer=True),

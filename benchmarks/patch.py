@@ -386,21 +386,23 @@ def show(row: Row) -> None:
 
 
 def combine(files: list[Path]) -> dict[str, Any]:
-    """One document of several: of rows that are there twice the first counts, and takes methods
-    and numbers that it lacks from the later ones. Each price is of one run, over its own plain."""
+    """One document of several: of rows that are there twice the last counts, and takes methods
+    and numbers that it lacks from the earlier ones; rows without a price are no news. Each price
+    is of one run, over its own plain."""
     documents = [json.loads(path.read_text()) for path in files]
     rows: dict[tuple, Row] = {}
     labels = ("part", "case", "net", "layer", "operator", "length", "dtype", "layout")
     for document in documents:
         for row in document["results"]:
             key = tuple(row.get(label) for label in labels)
-            known = rows.setdefault(key, row)
-            if known is not row and "error" not in row:
-                methods = row.get("methods", {}) | known.get("methods", {})
-                known |= {k: v for k, v in row.items() if k not in known}
-                known |= {"methods": methods} if methods else {}
+            known = rows.get(key, {})
+            failed = "error" in row or any("error" in m for m in row.get("methods", {}).values())
+            if known and failed:
+                continue
+            methods = known.get("methods", {}) | row.get("methods", {})
+            rows[key] = known | row | ({"methods": methods} if methods else {})
     commands = "\n".join(dict.fromkeys(document["command"] for document in documents))
-    return documents[0] | {"command": commands, "results": list(rows.values())}
+    return documents[-1] | {"command": commands, "results": list(rows.values())}
 
 
 def command_line() -> str:

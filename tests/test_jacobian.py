@@ -359,7 +359,7 @@ def test_predicted_flops_are_executed_flops(name, options):
 def peak_of_a_step(model: db.Penalised, x: Tensor) -> int:
     with Meter([*model.parameters(), x]) as meter:
         out, penalty = model(x)
-        (out.sum() + penalty).backward()
+        torch.autograd.backward([out, penalty], [torch.ones_like(out), torch.ones_like(penalty)])
     model.zero_grad(set_to_none=True)
     return meter.peak
 
@@ -374,14 +374,15 @@ def test_predicted_memory_is_taken(name):
         assert abs(peak_of_a_step(model, x) / told - 1) <= 0.15
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("penalty", [db.Jacobian(), db.Jacobian(chunk=1), db.SpectralNorm(2)])
 @pytest.mark.parametrize("sizes", [[60, 40, 6, 40, 60], [90, 120]], ids=["auto-encoder", "encoder"])
-def test_predicted_memory_of_wide_layers_is_that_of_flat_sweeps(sizes):
-    """Weights outweigh activations here, and flat sweeps add products in place."""
-    net, x = mlp(sizes), torch.randn(8, sizes[0])
-    model = db.Penalised(net, db.Jacobian(), flatten_after=0)
+def test_predicted_memory_is_that_of_flat_sweeps(sizes, penalty, dtype):
+    net, x = mlp(sizes).to(dtype), torch.randn(8, sizes[0], dtype=dtype)
+    model = db.Penalised(net, penalty, flatten_after=0)
     told = model.explain(x).as_dict()["peak_bytes"]
     peak_of_a_step(model, x)  # flattens
-    assert abs(told / peak_of_a_step(model, x) - 1) <= 0.12
+    assert abs(told / peak_of_a_step(model, x) - 1) <= 0.03
 
 
 def test_memory_does_not_grow_with_the_number_of_outputs():

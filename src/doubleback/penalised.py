@@ -250,16 +250,20 @@ class Penalised(nn.Module):
         graph = self._graph(call, strict=True)
         assert graph is not None
         program, _ = self._program(graph, call, gradients=True)
-        plan, quiet = program.plan, Replay(False, None)
+        plan, told = program.plan, explain(program.plan, self.penalty)
+        flat = self.flatten_after is not None and not self.debug
+        replay = Replay(False, 0 if flat else None)
         if isinstance(self.penalty, Jacobian):
-            return explain_jacobian(plan, self.penalty, program.decision)
-        told = explain(plan, self.penalty)
-        bare: Program = Program(plan, self.penalty, asked=tuple(call.asked))
-        if isinstance(self.penalty, SpectralNorm):
-            bare = SpectralProgram.build(plan, self.penalty, False, quiet, {})
+            told = explain_jacobian(plan, self.penalty, program.decision)
+            bare: Any = replace(program, replay=replay)
+        elif isinstance(self.penalty, SpectralNorm):
+            bare = SpectralProgram.build(plan, self.penalty, False, replay, {})
             told = with_iterations(told, plan, self.penalty.iterations)
+        else:
+            bare = Program(plan, self.penalty, asked=tuple(call.asked))
+            bare = FlattenedProgram(bare, replay) if flat else bare
         try:
-            cost = price(bare, call.constants)
+            cost = price(bare, call.constants, twice=flat)
         except (RuntimeError, TypeError):  # an operator that no fake tensor can run
             return told
         return replace(told, flops=cost.flops, peak_bytes=cost.peak_bytes)

@@ -21,7 +21,6 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from .bridge import Program
 from .counting import Operations, recording
 from .flat_graph import NEAR
 from .jacobian_program import JacobianProgram
@@ -290,22 +289,28 @@ class Price:
     peak_bytes: int
 
 
-def price(program: Program, extra: Sequence[Any]) -> Price:
-    """A whole step, forward to gradients, run on fake tensors."""
+def price(program: Any, extra: Sequence[Any], twice: bool = False) -> Price:
+    """A whole step, forward to gradients, run on fake tensors. twice: a first time without being
+    looked at, for programs that flatten their sweeps then; what counts are the flat ones."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode, torch.no_grad():
         leaves = _fake_leaves(program.plan)
         more = pytree.tree_map_only(Tensor, mode.from_tensor, tuple(extra))
-        with Meter(leaves.values(), joins=True) as meter, recording() as operations:
-            outputs, values, _, state = program.first(leaves, more)
-            seeds = {
-                v: torch.empty_like(t)
-                for v, t in zip(program.plan.outputs, outputs, strict=True)
-                if t.is_floating_point()
-            }
-            held = program.last(state, more, seeds, torch.empty_like(values))
-            del held
+        if twice:
+            _step(program, leaves, more)
+        with Meter(leaves.values(), joins=not twice) as meter, recording() as operations:
+            _step(program, leaves, more)
     return Price(meter.flops, operations, meter.peak)
+
+
+def _step(program: Any, leaves: dict[int, Tensor], extra: tuple) -> None:
+    outputs, values, _, state = program.first(leaves, extra)
+    seeds = {
+        v: torch.empty_like(t)
+        for v, t in zip(program.plan.outputs, outputs, strict=True)
+        if t.is_floating_point()
+    }
+    program.last(state, extra, seeds, torch.empty_like(values))
 
 
 def _fake_leaves(plan: Plan) -> dict[int, Tensor]:
