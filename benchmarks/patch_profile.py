@@ -1,4 +1,5 @@
-"""Where a patched step's time goes on a GPU: kernels by total time.
+"""Where a patched step's time goes on a GPU: its length, how long kernels ran, how many there were,
+and the longest of them. A step much longer than its kernels waits for the host.
 
 PYTHONPATH=src python benchmarks/patch_profile.py resnet50 mobilenetv2 --dtype bf16
 """
@@ -6,6 +7,8 @@ PYTHONPATH=src python benchmarks/patch_profile.py resnet50 mobilenetv2 --dtype b
 from __future__ import annotations
 
 import argparse
+import statistics
+import time
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -14,6 +17,18 @@ import doubleback as db
 from patch import penalised_step, plain_step
 from patch_nets import TABLE
 from worker import DTYPES, allow_tf32
+
+
+def milliseconds(step, count: int = 8) -> float:
+    """The median length of a step, waited for."""
+    found = []
+    for _ in range(count):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        step()
+        torch.cuda.synchronize()
+        found.append((time.perf_counter() - start) * 1e3)
+    return statistics.median(found)
 
 
 def main() -> None:
@@ -35,14 +50,18 @@ def main() -> None:
             with db.patched():
                 for _ in range(3):
                     step()
-                torch.cuda.synchronize()
+                length = milliseconds(step)
                 with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as prof:
                     step()
                     torch.cuda.synchronize()
             rows = [e for e in prof.key_averages() if e.device_type.name == "CUDA"]
             rows.sort(key=lambda e: -e.self_device_time_total)
             total = sum(e.self_device_time_total for e in rows)
-            print(f"\n{name} {chosen.dtype} {method}: {total / 1e3:.2f} ms of kernels")
+            count = sum(e.count for e in rows)
+            print(
+                f"\n{name} {chosen.dtype} {method}: {total / 1e3:.2f} ms of kernels in a step of "
+                f"{length:.1f} ms, {count} launches"
+            )
             for e in rows[: chosen.top]:
                 print(f"{e.self_device_time_total / 1e3:8.3f} ms {e.count:5d}×  {e.key[:100]}")
         del net, x, y, steps
