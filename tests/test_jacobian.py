@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import doubleback as db
-from doubleback import jacobian_program, pricing
+from doubleback import flat_graph, jacobian_program, pricing
 from doubleback.jacobian import directions, helmert
 from doubleback.pricing import Meter
 from zoo import double
@@ -619,3 +619,61 @@ def test_softmax_of_a_softmax_is_warned_of():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         db.Penalised(net, db.Jacobian("output"))(torch.randn(2, 3))
+
+
+# ---------------------------------------------------------------- a whole step as one graph
+
+
+def step_gradients(model, x, y, **options):
+    model.zero_grad(set_to_none=True)
+    result = model.accumulate(x, y, loss="cross_entropy", weight=0.3, **options)[1:]
+    return [*result, *(p.grad.clone() for p in model.parameters())]
+
+
+@pytest.mark.parametrize("options", [{}, {"of": "softmax"}, {"chunk": 2}, {"plan": "columns"}])
+def test_accumulate_takes_all_phases_together(options, monkeypatch):
+    made, boxed = [], flat_graph.boxed
+    monkeypatch.setattr(flat_graph, "boxed", lambda graph: made.append(graph) or boxed(graph))
+    net, x, y = mlp([6, 8, 7, 4]), torch.randn(5, 6), torch.tensor([0, 1, 2, 3, 0])
+    slow = db.Penalised(net, db.Jacobian(**options), flatten_after=None)
+    fast = db.Penalised(net, db.Jacobian(**options), flatten_after=0)
+    expected = step_gradients(slow, x, y)
+    for _ in range(2):
+        for a, b in zip(step_gradients(fast, x, y), expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+    assert (len(made) == 1) is ("chunk" not in options)
+
+
+def test_accumulate_of_projections_draws_anew():
+    net, x, y = mlp([6, 8, 7, 4]), torch.randn(5, 6), torch.tensor([0, 1, 2, 3, 0])
+    found = {}
+    for after in (None, 0):
+        model = db.Penalised(net, db.Jacobian(projections=2), flatten_after=after)
+        torch.manual_seed(3)
+        found[after] = [step_gradients(model, x, y) for _ in range(3)]
+    for a, b in zip(found[None], found[0], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+    assert found[0][0][1] != found[0][1][1]
+
+
+def test_a_whole_step_that_does_not_fit_goes_on_in_chunks(monkeypatch):
+    net, x, y = mlp([6, 8, 7, 4]), torch.randn(5, 6), torch.tensor([0, 1, 2, 3, 0])
+    expected = step_gradients(db.Penalised(net, db.Jacobian(), flatten_after=None), x, y)
+    model = db.Penalised(net, db.Jacobian(), flatten_after=0)
+
+    def no_room(*_):
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr("doubleback.flatten.FlattenedProgram.step", no_room)
+    with pytest.warns(db.MemoryWarning, match="going on with 2"):
+        found = step_gradients(model, x, y)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+
+
+def test_compiled_accumulate():
+    net, x, y = mlp([6, 8, 7, 4]), torch.randn(5, 6), torch.tensor([0, 1, 2, 3, 0])
+    expected = step_gradients(db.Penalised(net, db.Jacobian(), flatten_after=None), x, y)
+    model = db.Penalised(net, db.Jacobian(), compile=True)
+    for a, b in zip(step_gradients(model, x, y), expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)

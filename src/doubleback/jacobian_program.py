@@ -14,7 +14,8 @@ from __future__ import annotations
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,7 +25,7 @@ from . import sweeps
 from .bridge import First, Program
 from .candidates import Candidate
 from .errors import MemoryWarning
-from .flatten import Replay
+from .flatten import FlattenedProgram, Replay
 from .jacobian import SpectralNorm
 from .plan import Plan, make_plan
 from .rules import add
@@ -143,11 +144,13 @@ class Phases(Program, ABC):
 
 @dataclass(frozen=True, eq=False)
 class JacobianProgram(Phases):
-    """‖J‖²_F by one of the candidates, `chunk` seeds at a time; decision: why so."""
+    """‖J‖²_F by one of the candidates, `chunk` seeds at a time; decision: why so; joined: whether
+    `step` may take its phases together."""
 
     candidate: Candidate = field(kw_only=True)
     chunk: list[int] = field(kw_only=True)
     decision: Decision | None = field(default=None, kw_only=True)
+    joined: bool = field(default=True, kw_only=True)
 
     def first(self, leaves: Mapping[int, Tensor], extra: Sequence[Any], keep: bool = True) -> First:
         self.replay.tick()
@@ -157,6 +160,22 @@ class JacobianProgram(Phases):
         now = keep and self.penalty.reduction != "none"
         values, swept.sources = self._sweep(swept, self._weight(out) if now else None)
         return First(outputs, values, mutated, swept if keep else None)
+
+    def step(self, leaves, extra, loss, target, weight) -> tuple:
+        """All phases in one flat graph while every seed is swept at once; else phase by phase."""
+        seeds = self.candidate.seeds
+        if self.debug or not self.joined or self.chunk[0] < seeds:
+            return super().step(leaves, extra, loss, target, weight)
+        try:
+            return self._whole.step(leaves, extra, loss, target, weight)
+        except torch.OutOfMemoryError:
+            self._halve(seeds)
+            return super().step(leaves, extra, loss, target, weight)
+
+    @cached_property
+    def _whole(self) -> FlattenedProgram:
+        phases = replace(self, replay=Replay(False, None), joined=False)
+        return FlattenedProgram(phases, self.replay)
 
     def _shared(self, state: sweeps.State) -> dict[Any, Tensor]:
         return self.candidate.prepare(state)
