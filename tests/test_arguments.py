@@ -352,6 +352,14 @@ def test_a_number_for_the_penalty_may_change(wrap):
         assert model(x, wrap(scale))[1].item() == pytest.approx(scale**2 * base)
 
 
+def test_a_tensor_for_the_penalty_may_change_its_shape():
+    net, x = nn.Sequential(nn.Linear(4, 3), nn.Tanh()).double(), randn(5, 4)
+    model = db.Penalised(net, db.Custom(lambda out, s: out * len(s), extras=1))
+    base = model(x, randn(1).fill_(1.0))[1].item()
+    for count in (1, 1, 1, 2, 3, 1):
+        assert model(x, randn(count).fill_(1.0))[1].item() == pytest.approx(count**2 * base)
+
+
 def test_numbers_that_never_come_again_do_not_pile_up(monkeypatch):
     monkeypatch.setattr("doubleback.flatten.MOST", 3)
     net, x = nn.Sequential(nn.Linear(4, 3), nn.Tanh()).double(), randn(5, 4)

@@ -171,6 +171,13 @@ def hashable(item: Any) -> Any:
     return (type(item), item)
 
 
+def kind(leaf: Any) -> Any:
+    """What a graph that was traced with `leaf` depends on."""
+    if isinstance(leaf, Tensor):
+        return leaf.shape, leaf.stride(), leaf.dtype
+    return hashable(leaf)
+
+
 def _fingerprint(net: nn.Module) -> tuple:
     """Which modules the network is made of, their modes, and what their parameters look like."""
     found: list[Any] = []

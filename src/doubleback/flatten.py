@@ -19,7 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from . import flat_graph, nested, sweeps
 from .bridge import First, Program
-from .calls import hashable
+from .calls import kind
 from .counting import Operations, recording, replayed
 from .errors import RuleError
 from .kernels import mode
@@ -295,11 +295,10 @@ class _Pack:
 
     @property
     def key(self) -> Any:
-        """Shapes are the plan's; what may still differ is which values are there, and under which
-        names, layouts, dtypes, and what is no tensor, which becomes part of the graph."""
-        others = tuple(hashable(leaf) for leaf in self.leaves if leaf is not None)
-        layouts = tuple([(t.stride(), t.dtype) for t in self.tensors])
-        return self.structure, tuple(self.places), layouts, others
+        """Which values are there, under which names, how they are laid out, and what is no tensor,
+        which becomes part of the graph."""
+        others = tuple([kind(leaf) for leaf in self.leaves if leaf is not None])
+        return self.structure, tuple(self.places), tuple([kind(t) for t in self.tensors]), others
 
     def rebuild(self, tensors: Sequence[Tensor]) -> Any:
         filled = list(self.leaves)

@@ -17,7 +17,7 @@ from .calls import (
     Arguments,
     choose,
     graph_key,
-    hashable,
+    kind,
     read_state,
     requires_grad,
     run_prelude,
@@ -230,8 +230,7 @@ class Penalised(nn.Module):
             return program.step({**x, **rest}, more, loss, y, by)
 
         leaves, spec = pytree.tree_flatten(moving)
-        kinds = (t.stride() if isinstance(t, Tensor) else hashable(t) for t in leaves)
-        key = (program, loss, spec, *kinds)
+        key = (program, loss, spec, *map(kind, leaves))
         graphed = self._graphed.get(key)
         if graphed is None:
             graphed = GraphedStep(run, moving, fixed)
