@@ -1,4 +1,4 @@
-"""Capture: the short way keeps the same operators whole as the long one."""
+"""Capture: the short way keeps the same operators whole as the long one; when it runs again."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ import torch
 from torch import nn
 from torch.export import exported_program
 
+import doubleback as db
 import zoo
 from doubleback import capture as module
+from doubleback import captures
 from doubleback.capture import capture
 
 NAMES = (
@@ -66,3 +68,75 @@ def test_other_threads_see_every_operator():
         thread.join()
         assert len(exported_program._collect_all_valid_cia_ops()) < seen["there"] == before
     assert exported_program._collect_all_valid_cia_ops is every
+
+
+# ------------------------------------------------------------------------------ captured anew
+
+
+class Warm(nn.Module):
+    """A number that the caller changes, and one that the network counts itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense, self.temperature, self.calls = nn.Linear(4, 3), 1.0, 0
+
+    def forward(self, x):
+        self.calls += 1
+        return torch.tanh(self.dense(x) / self.temperature)
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    made = []
+
+    def count(*args):
+        made.append(args)
+        return capture(*args)
+
+    monkeypatch.setattr(captures, "capture", count)
+    return made
+
+
+def test_a_changed_attribute_is_seen(counted):
+    net, x = Warm().double(), torch.randn(5, 4, dtype=torch.float64)
+    model = db.Penalised(net, db.OutputGradient(0))
+    for temperature in (1.0, 2.0, 1.0, 0.5, 2.0):
+        net.temperature = temperature
+        y = x.clone().requires_grad_()
+        (g,) = torch.autograd.grad(net(y)[:, 0].sum(), y)
+        net.calls = 1
+        for _ in range(4):
+            value = model(x)[1]
+        torch.testing.assert_close(value, g.square().sum(1).mean())
+    assert len(counted) == 3  # the other two were there
+
+
+def test_a_network_that_counts_its_calls_is_captured_once(counted):
+    net, x = Warm(), torch.randn(5, 4)
+    model = db.Penalised(net, db.OutputGradient(0))
+    for _ in range(5):
+        model(x)
+    assert len(counted) == 1
+
+
+def test_attributes_that_change_at_every_step_are_named(counted):
+    net, x = Warm(), torch.randn(5, 4)
+    model = db.Penalised(net, db.OutputGradient(0))
+    with pytest.warns(db.CaptureWarning, match="temperature") as caught:
+        for step in range(12):
+            net.temperature = 1.0 + step
+            model(x)
+    assert len(caught) == 1 and len(counted) == 12
+
+
+def test_what_cannot_be_captured_is_not_tried_again(counted):
+    class Branch(Warm):
+        def forward(self, x):
+            return super().forward(x) * (2 if x.sum() > 0 else 1)
+
+    net, x = Branch(), torch.ones(5, 4)
+    model = db.Penalised(net, db.OutputGradient(0))
+    with pytest.warns(db.CaptureWarning):
+        for _ in range(3):
+            model(x)
+    assert len(counted) == 1

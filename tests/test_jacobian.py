@@ -17,6 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import doubleback as db
 from doubleback import flat_graph, jacobian_program, pricing
+from doubleback.captures import Captures
 from doubleback.jacobian import directions, helmert
 from doubleback.pricing import Meter
 from zoo import double
@@ -107,7 +108,7 @@ def close(found, expected) -> None:
 def test_parity_with_jacrev(name, act):
     make, shape = NETS[name]
     net, x = make(ACTIVATIONS[act]), torch.randn(shape)
-    count, graphs = net(x).shape[1], {}
+    count, graphs = net(x).shape[1], Captures()
     for of in ("output", "softmax"):
         expected = truth(net, x, of, with_loss=True)
         for chunk in (1, 2, count, count - 1):
@@ -123,7 +124,7 @@ def test_every_plan_gives_the_same(name, of):
     make, shape = NETS[name]
     net, x = make(nn.Tanh), torch.randn(shape)
     expected = truth(net, x, of, True)
-    applied, graphs = [], {}
+    applied, graphs = [], Captures()
     for plan in ("rows", "columns", "waist", "diagonal"):
         for chunk in (None, 2):
             try:
@@ -319,7 +320,7 @@ def test_several_inputs_and_a_weighted_space():
 def test_operation_counts_of_the_theory(sizes, act):
     layers, classes = len(sizes) - 1, sizes[-1]
     net, x = mlp(sizes, ACTIVATIONS[act]), torch.randn(4, sizes[0])
-    y, graphs = torch.randint(classes, (4,)), {}
+    y, graphs = torch.randint(classes, (4,)), Captures()
     for of, seeds in (("output", classes), ("softmax", classes - 1)):
         for chunk, after in ((None, None), (1, None), (3, None), (None, 0), (3, 0)):
             penalty = db.Jacobian(of, chunk=chunk, plan="rows")

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 import doubleback as db
 import oracle
 import zoo
+from doubleback.captures import Captures
 from oracle import Spec
 
 
@@ -147,7 +148,7 @@ class Bench:
         self.twin, twin_args = zoo.build(case, dtype)
         self.twin, self.twin_args = self.twin.double(), zoo.leaves(twin_args, torch.float64)
         self.start = [copy.deepcopy(net.state_dict()) for net in (self.net, self.twin)]
-        self.graphs: dict = {}
+        self.graphs = Captures()
 
     def rewind(self):
         for net, args, state in zip((self.net, self.twin), (self.args, self.twin_args), self.start,

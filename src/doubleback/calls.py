@@ -150,8 +150,9 @@ def _check_devices(net: nn.Module, x: Sequence[Tensor]) -> None:
 # -------------------------------------------------------------------------------- the key
 
 
-def graph_key(net: nn.Module, call: Arguments) -> Any:
-    """What a captured graph depends on: shapes, dtypes, devices, modes, autocast."""
+def graph_key(net: nn.Module, call: Arguments, attributes: bool = True) -> Any:
+    """What a captured graph depends on: shapes, dtypes, devices, modes, autocast, and the plain
+    attributes of modules, unless these are left out."""
     device = call.x[0].device.type
     autocast = torch.is_autocast_enabled(device)
     leaves = tuple(
@@ -159,7 +160,7 @@ def graph_key(net: nn.Module, call: Arguments) -> Any:
         for t in call.leaves
     )
     mode = (autocast, torch.get_autocast_dtype(device) if autocast else None)
-    return leaves, call.spec, _fingerprint(net), mode
+    return leaves, call.spec, _fingerprint(net, attributes), mode
 
 
 def hashable(item: Any) -> Any:
@@ -178,13 +179,21 @@ def kind(leaf: Any) -> Any:
     return hashable(leaf)
 
 
-def _fingerprint(net: nn.Module) -> tuple:
-    """Which modules the network is made of, their modes, and what their parameters look like."""
+PLAIN = frozenset((bool, int, float, str))
+
+
+def _fingerprint(net: nn.Module, attributes: bool) -> tuple:
+    """Which modules the network is made of, their modes and plain attributes, and what their
+    parameters look like."""
     found: list[Any] = []
     stack = [net]
     while stack:
         module = stack.pop()
-        found.append((id(module), module.training))
+        if attributes:
+            values = vars(module).values()
+            found.append((id(module), *[v for v in values if type(v) in PLAIN]))
+        else:
+            found.append((id(module), module.training))
         for p in module._parameters.values():
             if p is not None:
                 found.append((p.shape, p.dtype, p.device))

@@ -16,7 +16,6 @@ from .bridge import Bridge, Job, Program, _no_autocast, deliver
 from .calls import (
     Arguments,
     choose,
-    graph_key,
     kind,
     read_state,
     requires_grad,
@@ -24,9 +23,9 @@ from .calls import (
     scale,
     take_apart,
 )
-from .capture import capture
+from .captures import Captures, remember
 from .cuda_graphs import GraphedStep
-from .errors import CaptureError, CaptureWarning, InputError
+from .errors import CaptureWarning, InputError
 from .explain import Explanation, explain, explain_jacobian, with_iterations
 from .fallback import accumulate_on_autograd, on_autograd
 from .flatten import FlattenedProgram, Replay
@@ -39,7 +38,6 @@ from .plan import Plan, make_plan
 from .planner import plan_jacobian
 from .pricing import price
 
-CACHE_SIZE = 64  # captured graphs kept per module, oldest out first
 _TRANSIENT = (
     "_graphs", "_programs", "_graphed", "_losses", "_found_owners", "_carried", "_warned",
 )  # fmt: skip
@@ -121,7 +119,7 @@ class Penalised(nn.Module):
         self._reset()
 
     def _reset(self) -> None:
-        self._graphs: dict[Any, Graph | CaptureError] = {}
+        self._graphs = Captures()
         self._programs: dict[Any, Any] = {}
         self._graphed: dict[Any, GraphedStep] = {}
         self._losses: dict[Any, Loss] = {}
@@ -234,7 +232,7 @@ class Penalised(nn.Module):
         graphed = self._graphed.get(key)
         if graphed is None:
             graphed = GraphedStep(run, moving, fixed)
-            _remember(self._graphed, key, graphed)
+            remember(self._graphed, key, graphed)
         outputs, loss_value, penalty, grads, mutated = graphed(moving, fixed)
         outputs = [t.clone() for t in outputs]
         return outputs, loss_value.clone(), penalty.clone(), grads, mutated
@@ -300,20 +298,13 @@ class Penalised(nn.Module):
         found = self._losses.get(key)
         if found is None:
             found = make_loss(loss)
-            _remember(self._losses, key, found)
+            remember(self._losses, key, found)
         return found
 
     # ------------------------------------------------------------------- graphs and plans
 
     def _graph(self, call: Arguments, strict: bool | None = None) -> Graph | None:
-        key = graph_key(self.net, call)
-        found = self._graphs.get(key)
-        if found is None:
-            try:
-                found = capture(self.net, call.args, call.kwargs)
-            except CaptureError as error:
-                found = error
-            _remember(self._graphs, key, found)
+        found = self._graphs(self.net, call)
         if isinstance(found, Graph):
             return found
         if self.strict if strict is None else strict:
@@ -344,7 +335,7 @@ class Penalised(nn.Module):
                 varying_seed=self.penalty.varying or seeding, recompute=self.recompute,
             )  # fmt: skip
             program = self._make_program(plan, asked)
-            _remember(self._programs, key, program)
+            remember(self._programs, key, program)
         return program, state
 
     def _make_program(self, plan: Plan, asked: tuple[int, ...]) -> Any:
@@ -367,7 +358,7 @@ class Penalised(nn.Module):
                 module = self.net.get_submodule(owner)
                 found.append((module, leaf, value, name in graph.mutations))
             # with the graph, so that no other one gets its number
-            _remember(self._found_owners, id(graph), (graph, found))
+            remember(self._found_owners, id(graph), (graph, found))
         return found
 
     def _write_buffers(
@@ -391,9 +382,3 @@ class Penalised(nn.Module):
             else:
                 flat.append(swept[item] if item in swept else prelude[item])
         return pytree.tree_unflatten(flat, plan.graph.out_spec)
-
-
-def _remember(cache: dict, key: Any, item: Any) -> None:
-    if len(cache) >= CACHE_SIZE:
-        cache.pop(next(iter(cache)))
-    cache[key] = item
