@@ -111,6 +111,43 @@ def test_a_changed_attribute_is_seen(counted):
     assert len(counted) == 3  # the other two were there
 
 
+def hooked(net):
+    net.dense.register_forward_hook(lambda module, args, out: 2 * out)
+
+
+def prepared(net):
+    net.dense.register_forward_pre_hook(lambda module, args: (3 * args[0],))
+
+
+def masked(net):
+    net.mask = torch.tensor([1.0, 0.0, 1.0], dtype=torch.float64)
+
+
+@pytest.mark.parametrize("change", [hooked, prepared, masked])
+def test_hooks_and_buffers_that_come_later_are_seen(change, counted):
+    class Net(Warm):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("mask", None)
+
+        def forward(self, x):
+            y = super().forward(x)
+            return y if self.mask is None else y * self.mask
+
+    net, x = Net().double(), torch.randn(5, 4, dtype=torch.float64)
+    model = db.Penalised(net, db.Jacobian())
+    values = []
+    for _ in range(2):
+        for _ in range(4):
+            out, value = model(x)
+        net.calls = 1
+        torch.testing.assert_close(out, net(x))
+        net.calls = 1
+        values.append(value.item())
+        change(net)
+    assert values[0] != values[1] and len(counted) == 2
+
+
 def test_a_network_that_counts_its_calls_is_captured_once(counted):
     net, x = Warm(), torch.randn(5, 4)
     model = db.Penalised(net, db.OutputGradient(0))

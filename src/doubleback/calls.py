@@ -183,21 +183,22 @@ PLAIN = frozenset((bool, int, float, str))
 
 
 def _fingerprint(net: nn.Module, attributes: bool) -> tuple:
-    """Which modules the network is made of, their modes and plain attributes, and what their
-    parameters look like."""
+    """Which modules the network is made of, their modes, hooks and plain attributes, and what
+    their parameters and buffers look like. Every call asks, so modules are read without their
+    `__getattr__`."""
     found: list[Any] = []
     stack = [net]
     while stack:
         module = stack.pop()
+        own = module.__dict__
+        found.append((id(module), own["training"], *own["_forward_hooks"], None))
+        found.extend(own["_forward_pre_hooks"])
         if attributes:
-            values = vars(module).values()
-            found.append((id(module), *[v for v in values if type(v) in PLAIN]))
-        else:
-            found.append((id(module), module.training))
-        for p in module._parameters.values():
-            if p is not None:
-                found.append((p.shape, p.dtype, p.device))
-        stack.extend(m for m in module._modules.values() if m is not None)
+            found.append(tuple([v for v in own.values() if type(v) in PLAIN]))
+        for tensors in (own["_parameters"], own["_buffers"]):
+            for t in tensors.values():
+                found.append(None if t is None else (t.shape, t.dtype, t.device))
+        stack.extend([m for m in own["_modules"].values() if m is not None])
     return tuple(found)
 
 
