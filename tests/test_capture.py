@@ -177,3 +177,12 @@ def test_what_cannot_be_captured_is_not_tried_again(counted):
         for _ in range(3):
             model(x)
     assert len(counted) == 1
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_scripted_modules_run_on_autograd():
+    net, x = nn.Sequential(nn.Linear(4, 3), nn.Tanh()).double(), torch.randn(5, 4).double()
+    expected = db.Penalised(net, db.OutputGradient(0))(x)[1]
+    with pytest.warns(db.CaptureWarning):
+        found = db.Penalised(torch.jit.script(net), db.OutputGradient(0))(x)[1]
+    torch.testing.assert_close(found, expected)

@@ -184,21 +184,19 @@ PLAIN = frozenset((bool, int, float, str))
 
 def _fingerprint(net: nn.Module, attributes: bool) -> tuple:
     """Which modules the network is made of, their modes, hooks and plain attributes, and what
-    their parameters and buffers look like. Every call asks, so modules are read without their
-    `__getattr__`."""
+    their parameters and buffers look like."""
     found: list[Any] = []
     stack = [net]
     while stack:
         module = stack.pop()
-        own = module.__dict__
-        found.append((id(module), own["training"], *own["_forward_hooks"], None))
-        found.extend(own["_forward_pre_hooks"])
+        found.append((id(module), module.training, *module._forward_hooks, None))
+        found.extend(module._forward_pre_hooks)
         if attributes:
-            found.append(tuple([v for v in own.values() if type(v) in PLAIN]))
-        for tensors in (own["_parameters"], own["_buffers"]):
+            found.append(tuple([v for v in module.__dict__.values() if type(v) in PLAIN]))
+        for tensors in (module._parameters, module._buffers):
             for t in tensors.values():
                 found.append(None if t is None else (t.shape, t.dtype, t.device))
-        stack.extend([m for m in own["_modules"].values() if m is not None])
+        stack.extend([m for m in module._modules.values() if m is not None])
     return tuple(found)
 
 
