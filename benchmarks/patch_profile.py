@@ -8,27 +8,14 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 import doubleback as db
-from patch import penalised_step, plain_step
+from patch import milliseconds, penalised_step, plain_step
 from patch_nets import TABLE
 from worker import DTYPES, allow_tf32
-
-
-def milliseconds(step, count: int = 8) -> float:
-    """The median length of a step, waited for."""
-    found = []
-    for _ in range(count):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        step()
-        torch.cuda.synchronize()
-        found.append((time.perf_counter() - start) * 1e3)
-    return statistics.median(found)
 
 
 def main() -> None:
@@ -50,7 +37,7 @@ def main() -> None:
             with db.patched():
                 for _ in range(3):
                     step()
-                length = milliseconds(step)
+                length = statistics.median(milliseconds(step, "cuda", 8))
                 with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as prof:
                     step()
                     torch.cuda.synchronize()

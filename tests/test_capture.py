@@ -62,7 +62,7 @@ def test_other_threads_see_every_operator():
         seen["there"] = len(exported_program._collect_all_valid_cia_ops())
 
     program = torch.export.export(nn.ReLU(), (torch.randn(2),), strict=False)
-    with module._keeping_few_whole(program):
+    with module._keeping_few_whole(program, {}):
         thread = threading.Thread(target=look)
         thread.start()
         thread.join()

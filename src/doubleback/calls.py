@@ -6,7 +6,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from .errors import InputError, OutputChoiceError
 from .graph import Graph, map_refs
+from .kernels.groups import statistics_dtype
 from .plan import Plan
 
 
@@ -40,7 +41,7 @@ class Arguments:
             return tuple(t.detach() for t in self.extra)
         return pytree.tree_map_only(Tensor, lambda t: t.detach(), self.extra)
 
-    @property
+    @cached_property
     def asked(self) -> dict[int, Tensor]:
         """Those of the penalty's own tensors that ask for a gradient, by flattened place."""
         leaves = enumerate(pytree.tree_leaves(self.extra)) if self.extra else ()
@@ -156,14 +157,14 @@ def graph_key(net: nn.Module, call: Arguments, attributes: bool = True) -> Any:
     device = call.x[0].device.type
     autocast = torch.is_autocast_enabled(device)
     leaves = tuple(
-        (tuple(t.shape), t.dtype, t.device) if isinstance(t, Tensor) else hashable(t)
+        (tuple(t.shape), t.dtype, t.device) if isinstance(t, Tensor) else _hashable(t)
         for t in call.leaves
     )
     mode = (autocast, torch.get_autocast_dtype(device) if autocast else None)
     return leaves, call.spec, _fingerprint(net, attributes), mode
 
 
-def hashable(item: Any) -> Any:
+def _hashable(item: Any) -> Any:
     """What tells `item` apart from others, as part of a key."""
     try:
         hash(item)
@@ -176,7 +177,17 @@ def kind(leaf: Any) -> Any:
     """What a graph that was traced with `leaf` depends on."""
     if isinstance(leaf, Tensor):
         return leaf.shape, leaf.stride(), leaf.dtype
-    return hashable(leaf)
+    return _hashable(leaf)
+
+
+CACHE_SIZE = 64  # graphs and programs kept per module, oldest out first
+
+
+def remember(cache: dict, key: Any, item: Any) -> None:
+    """Keep `item`, and let the oldest of too many go."""
+    if len(cache) >= CACHE_SIZE:
+        cache.pop(next(iter(cache)))
+    cache[key] = item
 
 
 PLAIN = frozenset((bool, int, float, str))
@@ -234,8 +245,7 @@ def scale(weight: float, x: Tensor) -> Tensor | None:
     """The penalty's weight as a tensor, so that it may change from call to call; None for zero."""
     if weight == 0:
         return None
-    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-    return torch.full((), weight, dtype=dtype, device=x.device)
+    return torch.full((), weight, dtype=statistics_dtype(x), device=x.device)
 
 
 def choose(graph: Graph, choice: Any) -> int:

@@ -54,8 +54,9 @@ def capture(net: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> Graph:
             warnings.simplefilter("ignore")
             program = torch.export.export(_Holder(net), args, kwargs, strict=False)
             _mark_stopped(program.graph_module)
-            with _keeping_few_whole(program):
-                program = program.run_decompositions(_decompositions())
+            table = _decompositions()
+            with _keeping_few_whole(program, table):
+                program = program.run_decompositions(table)
     except Exception as error:
         raise CaptureError(
             f"{type(net).__name__} cannot be captured: {_first_line(error)}\n"
@@ -129,21 +130,23 @@ _CALLED = {  # composite operators that our decompositions call, and PyTorch's o
 
 
 @contextmanager
-def _keeping_few_whole(program: torch.export.ExportedProgram) -> Iterator[None]:
+def _keeping_few_whole(program: torch.export.ExportedProgram, table: dict) -> Iterator[None]:
     """`run_decompositions` keeps composite operators whole by overriding each of the thousands
     there are, which takes longer than tracing a small network. Those that this program can call
     are enough; operators of other libraries and PyTorch's own decompositions may call any."""
-    called = set()
-    for module in program.graph_module.modules():
-        if isinstance(module, torch.fx.GraphModule):
-            called.update(n.target for n in module.graph.nodes if n.op == "call_function")
-    operators = {op for op in called if isinstance(op, torch._ops.OpOverload)}
+    operators = {
+        node.target
+        for module in program.graph_module.modules()
+        if isinstance(module, torch.fx.GraphModule)
+        for node in module.graph.nodes
+        if isinstance(node.target, torch._ops.OpOverload)
+    }
     ours = all(op.namespace in ("aten", "doubleback") for op in operators)
     every = _every
     if every is None or _every_of_aten is None or not ours or operators & set(_RECURRENT):
         yield
         return
-    thread, asked = threading.get_ident(), operators | _CALLED | set(_decompositions())
+    thread, asked = threading.get_ident(), operators | _CALLED | set(table)
     few = _every_of_aten() & asked
     with _capturing:
         exported_program._collect_all_valid_cia_ops = (  # type: ignore[attr-defined]

@@ -12,12 +12,11 @@ from typing import Any
 
 from torch import nn
 
-from .calls import PLAIN, Arguments, graph_key
+from .calls import PLAIN, Arguments, graph_key, remember
 from .capture import capture
 from .errors import CaptureError, CaptureWarning
 from .graph import Graph
 
-CACHE_SIZE = 64  # captured graphs kept per module, oldest out first
 MANY = 8  # captures for changed attributes, after which it is said what they cost
 
 
@@ -30,14 +29,14 @@ class Captures:
         self._changes: Counter[Any] = Counter()
 
     def __call__(self, net: nn.Module, call: Arguments) -> Graph | CaptureError:
-        found = self._found.get(graph_key(net, call))
+        key = graph_key(net, call)
+        found = self._found.get(key)
         if found is not None:
             return found
         usual = graph_key(net, call, attributes=False)
         found = self._found.get(usual)  # what could not be captured is not tried again
         if found is not None:
             return found
-        key = graph_key(net, call)
         try:
             found = capture(net, call.args, call.kwargs)
         except CaptureError as error:
@@ -67,10 +66,3 @@ class Captures:
                 CaptureWarning,
                 stacklevel=2,
             )
-
-
-def remember(cache: dict, key: Any, item: Any) -> None:
-    """Keep `item`, and let the oldest of too many go."""
-    if len(cache) >= CACHE_SIZE:
-        cache.pop(next(iter(cache)))
-    cache[key] = item

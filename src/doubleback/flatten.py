@@ -19,7 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from . import flat_graph, nested, sweeps
 from .bridge import First, Program
-from .calls import kind
+from .calls import kind, remember
 from .counting import Operations, recording, replayed
 from .errors import RuleError
 from .kernels import mode
@@ -116,11 +116,9 @@ class FlatState:
         return sweeps.State(*nested.put(self.flat.spec, leaves)[-1])
 
 
-MOST = 64  # a number among the arguments that is new at every call makes a graph of its own
-
-
 class Replay:
-    """Flat graphs by key, made when first asked for; the `MOST` latest are kept.
+    """Flat graphs by key, made when first asked for; the latest are kept, since a number among the
+    arguments that is new at every call makes a graph of its own.
 
     With a compiler from the first call on; otherwise after `after` calls, node by node until then.
     """
@@ -154,9 +152,7 @@ class Replay:
         if flat is None:
             try:
                 flat = flatten(fn, tensors, self.compiler, pass_inputs)
-                if len(self._flat) >= MOST:
-                    self._flat.pop(next(iter(self._flat)))
-                self._flat[key] = flat
+                remember(self._flat, key, flat)
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:

@@ -27,6 +27,7 @@ from .candidates import Candidate
 from .errors import MemoryWarning
 from .flatten import FlattenedProgram, Replay
 from .jacobian import SpectralNorm
+from .kernels.groups import statistics_dtype
 from .plan import Plan, make_plan
 from .rules import add
 from .segments import Sources, finished
@@ -130,8 +131,8 @@ class Phases(Program, ABC):
 
     def _weight(self, like: Tensor) -> Tensor:
         batch = like.shape[0]
-        wide = like.dtype if like.dtype == torch.float64 else torch.float32
-        return torch.full((batch,), self._base(batch), dtype=wide, device=like.device)
+        dtype = statistics_dtype(like)
+        return torch.full((batch,), self._base(batch), dtype=dtype, device=like.device)
 
     def _shared(self, state: sweeps.State) -> dict[Any, Tensor]:
         """What every chunk of seeds reads beside the network's values."""

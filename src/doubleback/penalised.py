@@ -18,12 +18,13 @@ from .calls import (
     choose,
     kind,
     read_state,
+    remember,
     requires_grad,
     run_prelude,
     scale,
     take_apart,
 )
-from .captures import Captures, remember
+from .captures import Captures
 from .cuda_graphs import GraphedStep
 from .errors import CaptureWarning, InputError
 from .explain import Explanation, explain, explain_jacobian, with_iterations
@@ -247,7 +248,7 @@ class Penalised(nn.Module):
         graph = self._graph(call, strict=True)
         assert graph is not None
         program, _ = self._program(graph, call, gradients=True)
-        plan, told = program.plan, explain(program.plan, self.penalty)
+        plan = program.plan
         flat = self.flatten_after is not None and not self.debug
         replay = Replay(False, 0 if flat else None)
         if isinstance(self.penalty, Jacobian):
@@ -255,8 +256,9 @@ class Penalised(nn.Module):
             bare: Any = replace(program, replay=replay)
         elif isinstance(self.penalty, SpectralNorm):
             bare = SpectralProgram.build(plan, self.penalty, False, replay, {})
-            told = with_iterations(told, plan, self.penalty.iterations)
+            told = with_iterations(explain(plan, self.penalty), plan, self.penalty.iterations)
         else:
+            told = explain(plan, self.penalty)
             bare = Program(plan, self.penalty, asked=tuple(call.asked))
             bare = FlattenedProgram(bare, replay) if flat else bare
         try:
