@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .kernels.mode import library
+
 aten = torch.ops.aten
 
 _VIEWS = {
@@ -21,9 +23,9 @@ _PURE_VIEWS = {
 }  # fmt: skip
 
 
-def clean(module: torch.fx.GraphModule) -> None:
+def clean(module: torch.fx.GraphModule, for_compiler: bool = False) -> None:
     """Leave out what does nothing: views of the same shape, views of views, the same view twice;
-    one `addmm` for a product that is added to a gradient. Each call costs the host as much as a
+    one call for a product that is added to a gradient. Each call costs the host as much as a
     kernel."""
     graph = module.graph
     seen: dict[Any, torch.fx.Node] = {}
@@ -39,7 +41,7 @@ def clean(module: torch.fx.GraphModule) -> None:
             node.replace_all_uses_with(same)
             graph.erase_node(node)
         elif node.target is aten.add.Tensor:
-            _join_product(graph, node)
+            _join_product(graph, node, for_compiler)
     graph.eliminate_dead_code()
     module.recompile()
 
@@ -82,8 +84,9 @@ def _near(earlier: torch.fx.Node, later: torch.fx.Node) -> bool:
     return False
 
 
-def _join_product(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
-    """a + b c → addmm(a, b, c), for the product that was computed last."""
+def _join_product(graph: torch.fx.Graph, node: torch.fx.Node, for_compiler: bool) -> None:
+    """a + b c → addmm(a, b, c), for the product that was computed last; into a itself where a is
+    a product that nobody else reads, so that the sum of two takes no copy."""
     if node.kwargs or len(node.args) != 2:
         return
     left, right = node.args
@@ -99,11 +102,37 @@ def _join_product(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
         )
         if fits:
             with graph.inserting_before(node):
-                joined = graph.call_function(aten.addmm.default, (base, *product.args))  # type: ignore[union-attr]
+                joined = _add_product(graph, base, *product.args, for_compiler)  # type: ignore[arg-type]
             joined.meta = dict(node.meta)
             node.replace_all_uses_with(joined)
             graph.erase_node(node)
             return
+
+
+_PRODUCTS = (aten.mm.default, aten.addmm.default, "addmm_")
+
+
+def _add_product(
+    graph: torch.fx.Graph, base: torch.fx.Node, b: Any, c: Any, for_compiler: bool
+) -> torch.fx.Node:
+    """The node that holds base + b c."""
+    readers = [user for user in base.users if user.target is not ADD_PRODUCT]
+    if base.target not in _PRODUCTS or len(readers) > 1:
+        return graph.call_function(aten.addmm.default, (base, b, c))
+    if not for_compiler:
+        return graph.call_method("addmm_", (base, b, c))
+    graph.call_function(ADD_PRODUCT, (base, b, c))
+    return base
+
+
+def _into(base: Tensor, b: Tensor, c: Tensor) -> None:
+    base.addmm_(b, c)
+
+
+# A compiler gives the sum of `addmm` a place of its own and copies base there; not of this one.
+library.define("add_product(Tensor(a!) base, Tensor b, Tensor c) -> ()")
+library.impl("add_product", _into, "CompositeExplicitAutograd")
+ADD_PRODUCT = torch.ops.doubleback.add_product.default
 
 
 def compiled(graph: torch.fx.GraphModule, compiler: bool | str) -> Callable:

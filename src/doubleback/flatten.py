@@ -93,7 +93,7 @@ def flatten(
     context = mode.for_compiler() if compiler else nullcontext()
     with recording() as operations, torch.no_grad(), context:
         graph = make_fx(flat, tracing_mode="fake")(*tensors)
-    flat_graph.clean(graph)
+    flat_graph.clean(graph, for_compiler=bool(compiler))
     run = flat_graph.compiled(graph, compiler) if compiler else flat_graph.boxed(graph)
     return Flat(run, found["spec"], found["leaves"], operations)
 

@@ -33,8 +33,8 @@ class Meter(TorchDispatchMode):
     """Counts FLOPs and live bytes of everything executed inside.
 
     joins: foretell flattened sweeps, which compute a matrix product and the sum that it soon goes
-    into by one `addmm` (flatten.py): the product is not held. So the last few maxima stay open for
-    correction.
+    into by one `addmm` (flat_graph.py): the product is not held, and a sum of two products takes
+    the place of the first. So the last few maxima stay open for correction.
     """
 
     def __init__(self, known: Iterable[Tensor] = (), *, joins: bool = False) -> None:
@@ -47,6 +47,7 @@ class Meter(TorchDispatchMode):
         self._highest = 0
         self._recent: deque[int] = deque([0])  # most live bytes during the last operators
         self._products: dict[int, int] = {}  # storage of a product → operators ago
+        self._sums: set[int] = set()  # storages of products, and of sums that started with one
         self._users: dict[int, int] = {}
         self._known = {t.untyped_storage()._cdata for t in known}
 
@@ -65,8 +66,9 @@ class Meter(TorchDispatchMode):
                 self.hold(t)
         if self.joins and func is torch.ops.aten.mm.default:
             self._products[out.untyped_storage()._cdata] = 0
+            self._sums.add(out.untyped_storage()._cdata)
         elif func is torch.ops.aten.add.Tensor and not kwargs:
-            self._join(*args)
+            self._join(*args, out)
         return out
 
     @property
@@ -78,18 +80,21 @@ class Meter(TorchDispatchMode):
         self._highest, self._recent = 0, deque([self.live])
         self._products.clear()
 
-    def _join(self, left: Any, right: Any) -> None:
+    def _join(self, left: Any, right: Any, total: Tensor) -> None:
         """left + right, one of which may be a product that need not have existed."""
         if not (isinstance(left, Tensor) and isinstance(right, Tensor)):
             return
         if left.shape != right.shape or left.dtype != right.dtype:
             return
-        for t in (left, right):
+        for base, t in ((left, right), (right, left)):
             ago = self._products.pop(t.untyped_storage()._cdata, None)
             if ago is not None:
                 size = t.untyped_storage().nbytes()
                 for i in range(len(self._recent) - 1 - ago, len(self._recent)):
                     self._recent[i] -= size
+                if base.untyped_storage()._cdata in self._sums:
+                    self._recent[-1] -= size
+                    self._sums.add(total.untyped_storage()._cdata)
                 return
 
     def hold(self, t: Tensor) -> None:
@@ -110,6 +115,7 @@ class Meter(TorchDispatchMode):
         self._users[key] -= 1
         if self._users[key] == 0:
             del self._users[key]
+            self._sums.discard(key)
             self.live -= size
 
 

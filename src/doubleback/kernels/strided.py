@@ -1,0 +1,128 @@
+"""Strided convolutions as what a GPU does well: matrix products, or stride 1 on more channels.
+
+With k = s·a + b, a kernel of size K at stride s is one of size A = ⌈K/s⌉ at stride 1 on the s²
+times as many channels that the image has when its s×s blocks become channels:
+
+    y[i] = Σ_k θ[k] x[s·i + k] = Σ_{a,b} θ[s·a + b] x̃[i + a, b],    x̃[j, b] = x[s·j + b].
+
+For K = s (patches, pooling by convolution) that is a dense layer on the blocks. Otherwise it pays
+where x has few channels, of which cuDNN's kernels read eight at a time: the first layer of most
+image networks, whose input gradient no ordinary training ever asks for.
+
+Blocks are laid out (rows, columns, channels), as the filters of a channels-last network are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+aten = torch.ops.aten
+FEW = 4  # channels
+
+Two = tuple[int, int]
+
+
+def pays(
+    device: torch.device, weight_shape: Sequence[int], stride: Sequence[int],
+    padding: Sequence[int], dilation: Sequence[int], groups: int,
+) -> bool:  # fmt: skip
+    """Whether this convolution is better computed here."""
+    if device.type != "cuda" or len(weight_shape) != 4 or groups != 1 or tuple(dilation) != (1, 1):
+        return False
+    (kh, kw), (sh, sw) = weight_shape[2:], stride
+    if (kh, kw) == (sh, sw):
+        return kh * kw > 1 and not any(padding)
+    return sh == sw > 1 and kh > sh and kw > sw and weight_shape[1] <= FEW
+
+
+class Strided:
+    """The geometry of one such convolution, for images (B, C, *sizes)."""
+
+    def __init__(
+        self, x_shape: Sequence[int], weight_shape: Sequence[int], stride: Two, padding: Two
+    ) -> None:
+        self.batch, self.channels, *sizes = x_shape
+        self.after, _, *kernel = weight_shape
+        self.sizes, self.kernel, self.stride = tuple(sizes), tuple(kernel), stride
+        parts = list(zip(sizes, kernel, stride, padding, strict=True))
+        self.out = tuple((n + 2 * p - k) // s + 1 for n, k, s, p in parts)
+        self.taps = tuple(-(-k // s) for _, k, s, _ in parts)  # A
+        self.blocks = tuple(o + a - 1 for o, a in zip(self.out, self.taps, strict=True))
+        # before and after each axis, from the last; what no output reads is cut off
+        self.margins = [
+            m
+            for (n, _, s, p), b in reversed(list(zip(parts, self.blocks, strict=True)))
+            for m in (p, s * b - n - p)
+        ]
+
+    @property
+    def dense(self) -> bool:
+        return self.taps == (1, 1)
+
+    def fold(self, x: Tensor) -> Tensor:
+        """x̃ (B, rows of blocks, columns of blocks, s·s·C)."""
+        x = F.pad(x, self.margins) if any(self.margins) else x
+        (bh, bw), (sh, sw) = self.blocks, self.stride
+        x = x.permute(0, 2, 3, 1).reshape(self.batch, bh, sh, bw, sw, self.channels)
+        return x.transpose(2, 3).reshape(self.batch, bh, bw, -1)
+
+    def unfold(self, folded: Tensor) -> Tensor:
+        """The adjoint of `fold`."""
+        (bh, bw), (sh, sw) = self.blocks, self.stride
+        x = folded.reshape(self.batch, bh, bw, sh, sw, self.channels).transpose(2, 3)
+        x = x.reshape(self.batch, bh * sh, bw * sw, self.channels).permute(0, 3, 1, 2)
+        return F.pad(x, [-m for m in self.margins]) if any(self.margins) else x
+
+    def filters(self, weight: Tensor) -> Tensor:
+        """θ̃ (O, s·s·C, A, A), channels-last."""
+        (ah, aw), (sh, sw), (kh, kw) = self.taps, self.stride, self.kernel
+        if (ah * sh, aw * sw) != (kh, kw):
+            weight = F.pad(weight, [0, aw * sw - kw, 0, ah * sh - kh])
+        weight = weight.permute(0, 2, 3, 1).reshape(self.after, ah, sh, aw, sw, self.channels)
+        weight = weight.transpose(2, 3).reshape(self.after, ah, aw, -1)
+        return weight.permute(0, 3, 1, 2)
+
+    def unfilters(self, folded: Tensor) -> Tensor:
+        """The adjoint of `filters`."""
+        (ah, aw), (sh, sw), (kh, kw) = self.taps, self.stride, self.kernel
+        weight = folded.permute(0, 2, 3, 1).reshape(self.after, ah, aw, sh, sw, self.channels)
+        weight = weight.transpose(2, 3).reshape(self.after, ah * sh, aw * sw, self.channels)
+        return weight[:, :kh, :kw].permute(0, 3, 1, 2)
+
+    def forward(self, weight: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
+        folded, filters = self.fold(x), self.filters(weight)
+        if self.dense:
+            return F.linear(folded, filters.flatten(1), bias).permute(0, 3, 1, 2)
+        return aten.convolution(folded.permute(0, 3, 1, 2), filters, bias, *_UNIT)
+
+    def transpose(self, weight: Tensor, y: Tensor) -> Tensor:
+        filters = self.filters(weight)
+        if self.dense:
+            return self.unfold(y.permute(0, 2, 3, 1) @ filters.flatten(1))
+        like = _unread(y, (self.batch, filters.shape[1], *self.blocks))
+        folded = aten.convolution_backward(y, like, filters, None, *_UNIT, [True, False, False])[0]
+        return self.unfold(folded.permute(0, 2, 3, 1))
+
+    def weight_adjoint(self, x: Tensor, y: Tensor) -> Tensor:
+        folded = self.fold(x)
+        if self.dense:
+            rows = y.permute(0, 2, 3, 1).reshape(-1, self.after)
+            found = rows.t() @ folded.reshape(-1, folded.shape[-1])
+            return self.unfilters(found[:, :, None, None])
+        like = _unread(y, (self.after, folded.shape[-1], *self.taps))
+        folded = folded.permute(0, 3, 1, 2)
+        found = aten.convolution_backward(y, folded, like, None, *_UNIT, [False, True, False])[1]
+        return self.unfilters(found)
+
+
+_UNIT = ((1, 1), (0, 0), (1, 1), False, (0, 0), 1)
+
+
+def _unread(y: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """What PyTorch reads shape and layout of only."""
+    form = torch.channels_last
+    return torch.empty(shape, dtype=y.dtype, device=y.device, memory_format=form)

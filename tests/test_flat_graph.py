@@ -1,0 +1,69 @@
+"""Flat graphs after cleaning: what is joined, what is written in place, and what must not be."""
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from doubleback import flat_graph
+
+
+def sum_of_two(a, b, c, d):
+    return (a.mm(b) + c.mm(d),)
+
+
+def sum_of_three(a, b, c, d):
+    return (a.mm(b) + c.mm(d) + d.mm(c),)
+
+
+def summand_read_later(a, b, c, d):
+    first = a.mm(b)
+    return first + c.mm(d), first.relu()
+
+
+def summand_returned(a, b, c, d):
+    first = a.mm(b)
+    return first + c.mm(d), first
+
+
+def summand_of_two_sums(a, b, c, d):
+    first = a.mm(b)
+    return first + c.mm(d), first + d.mm(c)
+
+
+def summand_given(a, b, c, d):
+    return (a + c.mm(d),)
+
+
+def summand_viewed(a, b, c, d):
+    first = a.mm(b)
+    return first + c.mm(d), first.t()
+
+
+def summand_broadcast(a, b, c, d):
+    return (a.mm(b)[:1] + c.mm(d),)
+
+
+IN_PLACE = {
+    sum_of_two: 1, sum_of_three: 2, summand_read_later: 0, summand_returned: 0,
+    summand_of_two_sums: 0, summand_given: 0, summand_viewed: 0, summand_broadcast: 0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("for_compiler", [False, True])
+@pytest.mark.parametrize("fn", IN_PLACE, ids=lambda fn: fn.__name__)
+def test_sums_of_products(fn, for_compiler):
+    """A product that nobody else reads takes the next one in; everything else stays as it was."""
+    tensors = [torch.randn(4, 4, dtype=torch.float64) for _ in range(4)]
+    given = [t.clone() for t in tensors]
+    graph = make_fx(fn, tracing_mode="fake")(*tensors)
+    flat_graph.clean(graph, for_compiler)
+    target = flat_graph.ADD_PRODUCT if for_compiler else "addmm_"
+    assert sum(node.target is target or node.target == target for node in graph.graph.nodes) == (
+        IN_PLACE[fn]
+    )
+    run = graph if for_compiler else (lambda *xs, box=flat_graph.boxed(graph): box(list(xs)))
+    for _ in range(2):
+        for found, expected in zip(run(*tensors), fn(*given), strict=True):
+            torch.testing.assert_close(found, expected)
+    for t, before in zip(tensors, given, strict=True):
+        assert torch.equal(t, before)
