@@ -58,12 +58,11 @@ def test_sums_of_products(fn, for_compiler):
     graph = make_fx(fn, tracing_mode="fake")(*tensors)
     flat_graph.clean(graph, for_compiler)
     target = flat_graph.ADD_PRODUCT if for_compiler else "addmm_"
-    assert sum(node.target is target or node.target == target for node in graph.graph.nodes) == (
-        IN_PLACE[fn]
-    )
-    run = graph if for_compiler else (lambda *xs, box=flat_graph.boxed(graph): box(list(xs)))
+    assert [node.target for node in graph.graph.nodes].count(target) == IN_PLACE[fn]
+    boxed = None if for_compiler else flat_graph.boxed(graph)
     for _ in range(2):
-        for found, expected in zip(run(*tensors), fn(*given), strict=True):
+        results = graph(*tensors) if boxed is None else boxed(list(tensors))
+        for found, expected in zip(results, fn(*given), strict=True):
             torch.testing.assert_close(found, expected)
     for t, before in zip(tensors, given, strict=True):
         assert torch.equal(t, before)

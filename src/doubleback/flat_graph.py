@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .kernels.mode import library
+from .kernels.mode import direct, library
 
 aten = torch.ops.aten
 
@@ -181,6 +181,8 @@ def _direct(graph: torch.fx.Graph) -> None:
             node.target = torch.matmul
         elif node.target.namespace == "aten" and name in _DIRECT:
             node.target = getattr(torch, name)
+        elif node.target in direct and not node.kwargs:
+            node.target = direct[node.target]
     graph.eliminate_dead_code()
 
 

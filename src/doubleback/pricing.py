@@ -68,7 +68,7 @@ class Meter(TorchDispatchMode):
             self._products[out.untyped_storage()._cdata] = 0
             self._sums.add(out.untyped_storage()._cdata)
         elif func is torch.ops.aten.add.Tensor and not kwargs:
-            self._join(*args, out)
+            self._join(*args, total=out)
         return out
 
     @property
@@ -80,7 +80,7 @@ class Meter(TorchDispatchMode):
         self._highest, self._recent = 0, deque([self.live])
         self._products.clear()
 
-    def _join(self, left: Any, right: Any, total: Tensor) -> None:
+    def _join(self, left: Any, right: Any, *, total: Tensor) -> None:
         """left + right, one of which may be a product that need not have existed."""
         if not (isinstance(left, Tensor) and isinstance(right, Tensor)):
             return

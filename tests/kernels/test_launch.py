@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from doubleback.kernels import launch as module
-from doubleback.kernels.launch import launch
+from doubleback.kernels.launch import Launch, look, planned
 
 
 class Compiled:
@@ -39,8 +39,7 @@ class Kernel:
 def kernel(monkeypatch):
     known = SimpleNamespace(JITFunction=Kernel, compiler=SimpleNamespace(CompiledKernel=Compiled))
     monkeypatch.setattr(module, "triton", known)
-    monkeypatch.setattr(module, "_found", {})
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)  # where CPU tensors are
+    monkeypatch.setattr(module, "_current_device", lambda: -1)  # where CPU tensors are
     return Kernel()
 
 
@@ -49,59 +48,74 @@ def how(kernel):
 
 
 def test_the_second_launch_is_not_looked_up(kernel):
+    launch = Launch(kernel, (3,), (8,), B=2, A=1, num_warps=4)
     x, other = torch.zeros(8), torch.ones(8)
     for t in (x, other):
-        launch(kernel, (3,), t, None, 8, B=2, A=1, num_warps=4)
+        launch(t, None)
     assert how(kernel) == ["looked up", "again"]
+    assert kernel.ran[0][2:] == ((x, None, 8), dict(A=1, B=2, num_warps=4))
     assert kernel.ran[1][1:] == ((3, 1, 1), (other.data_ptr(), None, 8, 1, 2))
 
 
-class Elsewhere(torch.Tensor):
-    def get_device(self):
-        return 7
+def test_pointers_off_the_boundary_are_looked_up(kernel):
+    """Triton has compiled another kernel for them, and keeps it."""
+    launch = Launch(kernel, (3,), (8,), A=1, B=2)
+    whole, shifted = torch.zeros(8), torch.zeros(9)[1:]
+    for t in (shifted, whole, shifted, whole, shifted):
+        launch(t, None)
+    assert how(kernel) == ["looked up", "looked up", "looked up", "again", "looked up"]
 
 
-def test_a_tensor_on_another_device_is_triton_s_to_refuse(kernel):
-    x = torch.zeros(8)
-    for y in (x, x.as_subclass(Elsewhere)):
-        launch(kernel, (3,), x, y, 8, A=1, B=2)
+def test_another_current_device_is_left_to_triton(kernel, monkeypatch):
+    launch = Launch(kernel, (3,), (8,), A=1, B=2)
+    launch(torch.zeros(8), None)
+    devices = iter((5, 5, -1, -1))  # asked twice, then set by the context
+    monkeypatch.setattr(module, "_current_device", lambda: next(devices))
+    entered = []
+
+    class Device:
+        def __init__(self, index):
+            entered.append(index)
+
+        def __enter__(self):
+            pass
+
+        def __exit__(self, *args):
+            pass
+
+    monkeypatch.setattr(torch.cuda, "device", Device)
+    launch(torch.zeros(8), None)
+    assert entered == [-1]
     assert how(kernel) == ["looked up", "looked up"]
-
-
-CHANGES = {
-    "a number": dict(n=9),
-    "a dtype": dict(x=torch.zeros(8, dtype=torch.float64)),
-    "a tensor instead of none": dict(y=torch.zeros(8)),
-    "a constant": dict(A=7),
-    "an option": dict(num_warps=8),
-    "the alignment": dict(x=torch.zeros(9)[1:]),
-}
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_what_is_compiled_anew_is_looked_up(kernel, change):
-    def call(x=torch.zeros(8), y=None, n=8, A=1, num_warps=4):  # noqa: B008
-        launch(kernel, (3,), x, y, n, A=A, B=2, num_warps=num_warps)
-
-    call()
-    call(**CHANGES[change])
-    call(**CHANGES[change])
-    call()
-    again = "looked up" if change == "the alignment" else "again"
-    assert how(kernel) == ["looked up", "looked up", again, "again"]
-
-
-def test_kinds_of_calls_do_not_pile_up(kernel, monkeypatch):
-    monkeypatch.setattr(module, "MOST", 3)
-    for n in (1, 2, 3, 4, 5):
-        launch(kernel, (1,), torch.zeros(8), None, n, A=1, B=2)
-        assert len(module._found) <= 3
-    launch(kernel, (1,), torch.zeros(8), None, 5, A=1, B=2)
-    assert how(kernel)[-1] == "again"
 
 
 def test_an_interpreted_kernel_is_always_called(kernel, monkeypatch):
     monkeypatch.setattr(module.triton, "JITFunction", int)
+    launch = Launch(kernel, (3,), (8,), A=1, B=2)
     for _ in range(2):
-        launch(kernel, (3,), torch.zeros(8), None, 8, A=1, B=2)
+        launch(torch.zeros(8), None)
     assert how(kernel) == ["looked up", "looked up"]
+
+
+LIKE = torch.zeros(4, 6)
+OTHERS = {
+    "shape": torch.zeros(4, 5),
+    "strides": torch.zeros(6, 4).t(),
+    "dtype": LIKE.double(),
+    "nothing": None,
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_plans_are_kept_by_the_looks_of_tensors(other):
+    assert look(LIKE) == look(torch.ones(4, 6))
+    assert look(LIKE) != look(OTHERS[other])
+
+
+def test_plans_are_made_once_and_do_not_pile_up(monkeypatch):
+    monkeypatch.setattr(module, "MOST", 3)
+    plans, made = {}, []
+    for n in (1, 1, 2, 3, 4, 5, 5):
+        assert planned(plans, n, lambda n=n: made.append(n) or -n) == -n
+        assert len(plans) <= 3
+    assert made == [1, 2, 3, 4, 5]

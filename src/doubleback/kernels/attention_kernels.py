@@ -56,10 +56,10 @@ def _probabilities(
 
 @jit
 def rows_kernel(
-    q, q_b, q_h, q_n, tq, tq_b, tq_h, tq_n, xi, xi_b, xi_h, xi_n, out, out_b, out_h, out_n,
-    k, k_b, k_h, k_m, tk, tk_b, tk_h, tk_m, v, v_b, v_h, v_m, tv, tv_b, tv_h, tv_m,
-    t_out, t_b, t_h, t_n, sq, sq_b, sq_h, sq_n,
-    lse, stats, mask, mask_b, mask_h, mask_n, mask_m,
+    q, tq, xi, out, k, tk, v, tv, t_out, sq, lse, stats, mask,
+    q_b, q_h, q_n, tq_b, tq_h, tq_n, xi_b, xi_h, xi_n, out_b, out_h, out_n,
+    k_b, k_h, k_m, tk_b, tk_h, tk_m, v_b, v_h, v_m, tv_b, tv_h, tv_m,
+    t_b, t_h, t_n, sq_b, sq_h, sq_n, mask_b, mask_h, mask_n, mask_m,
     HEADS, GROUP, N, M, scale,
     E: tl.constexpr, EV: tl.constexpr, BE: tl.constexpr, BEV: tl.constexpr,
     TQ: tl.constexpr, TK: tl.constexpr, TV: tl.constexpr,
@@ -192,10 +192,10 @@ def _shifts(
 
 @jit
 def columns_kernel(
-    q, q_b, q_h, q_n, tq, tq_b, tq_h, tq_n, xi, xi_b, xi_h, xi_n,
-    k, k_b, k_h, k_m, tk, tk_b, tk_h, tk_m, v, v_b, v_h, v_m, tv, tv_b, tv_h, tv_m,
-    sk, sk_b, sk_h, sk_m, sv, sv_b, sv_h, sv_m,
-    lse, stats, mask, mask_b, mask_h, mask_n, mask_m,
+    q, tq, xi, k, tk, v, tv, sk, sv, lse, stats, mask,
+    q_b, q_h, q_n, tq_b, tq_h, tq_n, xi_b, xi_h, xi_n,
+    k_b, k_h, k_m, tk_b, tk_h, tk_m, v_b, v_h, v_m, tv_b, tv_h, tv_m,
+    sk_b, sk_h, sk_m, sv_b, sv_h, sv_m, mask_b, mask_h, mask_n, mask_m,
     HEADS, GROUP, N, M, scale,
     E: tl.constexpr, EV: tl.constexpr, BE: tl.constexpr, BEV: tl.constexpr,
     TQ: tl.constexpr, TK: tl.constexpr, TV: tl.constexpr,

@@ -19,26 +19,26 @@ three sums: they walk twice, first for δ and κ, then with c = δ, e = κ, whic
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from . import mode
 from .attention_kernels import columns_kernel, rows_kernel
-from .launch import available, launch, triton
+from .launch import Launch, available, look, planned, triton
 
 _MAX_WIDTH = 128
-# BM, BN and warps, such that sums and tiles stay in registers on an H200; and what other devices,
-# with less than _SHARED bytes of shared memory for a block, have room for.
+# BM, BN, warps and pipeline stages, such that sums and tiles stay in registers on an H200; and what
+# other devices, with less than _SHARED bytes of shared memory for a block, have room for.
 _SHARED = 200 * 1024
 _TILES = {
-    ("narrow", 2): {"rows": (64, 32, 4), "means": (64, 64, 4), "columns": (32, 64, 4)},
-    ("wide", 2): {"rows": (128, 32, 8), "means": (128, 32, 8), "columns": (32, 128, 8)},
-    ("narrow", 4): {"rows": (32, 32, 4), "means": (64, 32, 4), "columns": (16, 64, 4)},
-    ("wide", 4): {"rows": (32, 32, 8), "means": (32, 32, 8), "columns": (32, 32, 8)},
-    ("small", 2): {"rows": (32, 32, 4), "means": (32, 32, 4), "columns": (32, 32, 4)},
-    ("small", 4): {"rows": (16, 16, 4), "means": (16, 16, 4), "columns": (16, 16, 4)},
+    ("narrow", 2): {"rows": (64, 32, 4, 3), "means": (64, 64, 4, 2), "columns": (32, 64, 4, 2)},
+    ("wide", 2): {"rows": (128, 32, 8, 2), "means": (128, 32, 8, 2), "columns": (32, 128, 8, 2)},
+    ("narrow", 4): {"rows": (32, 32, 4, 2), "means": (64, 32, 4, 2), "columns": (16, 64, 4, 2)},
+    ("wide", 4): {"rows": (32, 32, 8, 2), "means": (32, 32, 8, 2), "columns": (32, 32, 8, 2)},
+    ("small", 2): {"rows": (32, 32, 4, 2), "means": (32, 32, 4, 2), "columns": (32, 32, 4, 2)},
+    ("small", 4): {"rows": (16, 16, 4, 2), "means": (16, 16, 4, 2), "columns": (16, 16, 4, 2)},
 }
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -92,35 +92,72 @@ def _empty(want: Sequence[bool], *like: Tensor) -> list[Tensor]:
 
 
 def _launch(xi, tq, tk, tv, q, k, v, out, lse, mask, causal, scale, want) -> list[Tensor]:
-    xi, tq, tk, tv, q, k, v, out = (_rowwise(t) for t in (xi, tq, tk, tv, q, k, v, out))
+    given = (xi, tq, tk, tv, q, k, v, out)
+    key = (*map(look, given), look(lse), look(mask), causal, scale, *want)
+    plan = planned(_plans, key, lambda: _Plan.of(*given, lse, mask, causal, scale, want))
+    if plan.copies:
+        xi, tq, tk, tv, q, k, v, out = (_rowwise(t) for t in given)
+        lse = lse.contiguous()
     results = _empty(want, out, q, k, v)
     found = iter(results)
     t_out, sq, sk, sv = (next(found) if w else None for w in want)
-    b, hq, n, e = q.shape
-    h, m, ev = k.shape[1], k.shape[2], v.shape[3]
-    stats = torch.empty(3, b, hq, n, dtype=torch.float32, device=q.device)
-    kind = 0 if mask is None else 1 if mask.dtype == torch.bool else 2
-    mask = q if mask is None else mask.expand(b, hq, n, m)
-    mask = mask.view(torch.uint8) if kind == 1 else mask
-    common: dict[str, Any] = dict(
-        HEADS=hq, GROUP=hq // h, N=n, M=m, scale=scale, E=e, EV=ev,
-        BE=max(16, triton.next_power_of_2(e)), BEV=max(16, triton.next_power_of_2(ev)),
-        TQ=tq is not None, TK=tk is not None, TV=tv is not None, CAUSAL=causal, MASKED=kind,
-    )  # fmt: skip
-    shared = lse.contiguous(), stats, mask, *mask.stride()
-    row_tensors = _with_strides(q, tq, xi, out, k, tk, v, tv, t_out, sq)
-    for walk in _row_walks(want, max(e, ev)):
-        name = "means" if walk["SOURCE"] and not walk["SQ"] else "rows"
-        size = tiles(name, max(e, ev), q.itemsize, q.device)
-        grid = (b * hq * triton.cdiv(n, size["BM"]),)
-        launch(rows_kernel, grid, *row_tensors, *shared, **common, **size, **walk)
-    if want[2] or want[3]:
-        size = tiles("columns", max(e, ev), q.itemsize, q.device)
-        grid = (b * h * triton.cdiv(m, size["BN"]),)
-        column_tensors = _with_strides(q, tq, xi, k, tk, v, tv, sk, sv)
-        walk = dict(SK=want[2], SV=want[3])
-        launch(columns_kernel, grid, *column_tensors, *shared, **common, **size, **walk)
+    stats = torch.empty(plan.stats, dtype=torch.float32, device=q.device)
+    if mask is None:
+        mask = q
+    elif mask.dtype == torch.bool:
+        mask = mask.view(torch.uint8)
+    tq, tk, tv, xi = (q if t is None else t for t in (tq, tk, tv, xi))
+    t_out, sq, sk, sv = (q if t is None else t for t in (t_out, sq, sk, sv))
+    for launch in plan.rows:
+        launch(q, tq, xi, out, k, tk, v, tv, t_out, sq, lse, stats, mask)
+    if plan.columns is not None:
+        plan.columns(q, tq, xi, k, tk, v, tv, sk, sv, lse, stats, mask)
     return results
+
+
+class _Plan(NamedTuple):
+    """The launches of calls that look alike; copies: whether a tensor is laid out anew first."""
+
+    copies: bool
+    stats: tuple[int, ...]
+    rows: list[Launch]
+    columns: Launch | None
+
+    @classmethod
+    def of(cls, xi, tq, tk, tv, q, k, v, out, lse, mask, causal, scale, want) -> _Plan:
+        given = (xi, tq, tk, tv, q, k, v, out)
+        laid = [_rowwise(t) for t in given]
+        moved = any(a is not b for a, b in zip(given, laid, strict=True))
+        xi, tq, tk, tv, q, k, v, out = laid
+        found = iter(_empty(want, out, q, k, v))
+        t_out, sq, sk, sv = (next(found) if w else None for w in want)
+        b, hq, n, e = q.shape
+        h, m, ev = k.shape[1], k.shape[2], v.shape[3]
+        kind = 0 if mask is None else 1 if mask.dtype == torch.bool else 2
+        masked = q.stride() if mask is None else mask.expand(b, hq, n, m).stride()
+        common: dict[str, Any] = dict(
+            E=e, EV=ev, BE=max(16, triton.next_power_of_2(e)),
+            BEV=max(16, triton.next_power_of_2(ev)), TQ=tq is not None, TK=tk is not None,
+            TV=tv is not None, CAUSAL=causal, MASKED=kind,
+        )  # fmt: skip
+        sizes = (hq, hq // h, n, m, scale)
+        rows, columns = [], None
+        for walk in _row_walks(want, max(e, ev)):
+            name = "means" if walk["SOURCE"] and not walk["SQ"] else "rows"
+            tile = tiles(name, max(e, ev), q.itemsize, q.device)
+            numbers = (*_strides(q, tq, xi, out, k, tk, v, tv, t_out, sq), *masked, *sizes)
+            grid = (b * hq * triton.cdiv(n, tile["BM"]),)
+            rows.append(Launch(rows_kernel, grid, numbers, **common, **tile, **walk))
+        if want[2] or want[3]:
+            tile = tiles("columns", max(e, ev), q.itemsize, q.device)
+            numbers = (*_strides(q, tq, xi, k, tk, v, tv, sk, sv), *masked, *sizes)
+            grid = (b * h * triton.cdiv(m, tile["BN"]),)
+            walk = dict(SK=want[2], SV=want[3])
+            columns = Launch(columns_kernel, grid, numbers, **common, **tile, **walk)
+        return cls(moved or not lse.is_contiguous(), (3, b, hq, n), rows, columns)
+
+
+_plans: dict[Any, _Plan] = {}
 
 
 def _tf32() -> bool:
@@ -144,19 +181,18 @@ def tiles(walk: str, width: int, itemsize: int, device: torch.device) -> dict[st
     if device.type == "cuda":
         shared = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
         size = size if shared >= _SHARED else "small"
-    bm, bn, warps = _TILES[size, itemsize][walk]
-    return dict(BM=bm, BN=bn, num_warps=warps, num_stages=2)
+    bm, bn, warps, stages = _TILES[size, itemsize][walk]
+    return dict(BM=bm, BN=bn, num_warps=warps, num_stages=stages)
 
 
 def _rowwise(t: Tensor | None) -> Tensor | None:
     return t if t is None or t.stride(-1) == 1 else t.contiguous()
 
 
-def _with_strides(*tensors: Tensor | None) -> list[Any]:
-    """Each tensor and its strides over batch, heads and length; the first stands for None."""
+def _strides(*tensors: Tensor | None) -> list[int]:
+    """Over batch, heads and length; the first stands for None."""
     first = tensors[0]
-    given = [first if t is None else t for t in tensors]
-    return [x for t in given for x in (t, *t.stride()[:3])]  # type: ignore[union-attr]
+    return [x for t in tensors for x in (first if t is None else t).stride()[:3]]  # type: ignore[union-attr]
 
 
 def _fake(xi, tq, tk, tv, q, k, v, out, lse, mask, causal, scale, want):

@@ -138,7 +138,9 @@ class Point(NamedTuple):
     @classmethod
     def of(cls, groups, x, mean, rstd, weight) -> Point:
         dtype = statistics_dtype(x)
-        return cls(groups, x, None if mean is None else mean.to(dtype), rstd.to(dtype), weight)
+        if mean is not None and mean.dtype != dtype:
+            mean = mean.to(dtype)
+        return cls(groups, x, mean, rstd if rstd.dtype == dtype else rstd.to(dtype), weight)
 
     @property
     def weight_shape(self) -> list[int]:

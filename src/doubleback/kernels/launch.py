@@ -1,16 +1,16 @@
 """Triton where it is installed, and its kernels launched again without looking them up.
 
 Triton reads the type, value and alignment of every argument at every launch to find the compiled
-kernel, which for the twenty or more arguments here takes longer than a small kernel runs.
-`launch` keeps what it found under the numbers, constants and dtypes of a call. Pointers off a
-16-byte boundary, for which Triton compiles another kernel, and tensors on other devices, which
-Triton refuses, take its own way.
+kernel, which for the twenty or more arguments here takes longer than a small kernel runs. A
+`Launch` knows all but the tensors, and keeps what Triton found for the first ones. Callers keep
+their launches by the looks of their tensors, with `planned`. Pointers off a 16-byte boundary, for
+which Triton compiles another kernel, take its own way.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,8 +30,7 @@ def _unchanged(function: Any) -> Any:
 
 jit: Any = _unchanged if triton is None else triton.jit
 
-MOST = 4096  # kinds of calls kept: networks that see a new shape at every step find no end of them
-_found: dict[tuple[Any, ...], Any] = {}
+MOST = 4096  # plans kept: networks that see a new shape at every step find no end of them
 
 
 def available() -> bool:
@@ -39,40 +38,71 @@ def available() -> bool:
     return triton is not None
 
 
-def launch(kernel: Any, grid: Sequence[int], *arguments: Any, **constants: Any) -> None:
-    """`kernel[grid](*arguments, **constants)` on the device of the first tensor.
+def look(t: Tensor | None) -> Any:
+    """What plans and compiled kernels depend on."""
+    return None if t is None else (t.shape, t.stride(), t.dtype, t.get_device())
 
-    arguments: tensors, numbers and None, in the kernel's order; constants: its tl.constexpr
-    parameters, num_warps and num_stages.
+
+def planned(plans: dict[Any, Any], key: Any, make: Callable[[], Any]) -> Any:
+    """The plan under `key`, made when first asked for."""
+    found = plans.get(key)
+    if found is None:
+        if len(plans) >= MOST:
+            plans.clear()
+        found = plans[key] = make()
+    return found
+
+
+class Launch:
+    """`kernel[grid](*tensors, *numbers, **constants)`, with everything but the tensors known.
+
+    To be called with tensors that look alike every time (`look`), None in the same places; all on
+    one device. constants: the kernel's tl.constexpr parameters, num_warps and num_stages.
     """
-    if not isinstance(kernel, triton.JITFunction):  # Triton's interpreter
-        kernel[grid](*arguments, **constants)
-        return
-    device = next(a.get_device() for a in arguments if isinstance(a, Tensor))
-    if device != torch.cuda.current_device():
-        with torch.cuda.device(device):
-            launch(kernel, grid, *arguments, **constants)
-        return
-    kinds, numbers, pointers, elsewhere = [], [], 0, False
-    for a in arguments:
-        if isinstance(a, Tensor):
-            pointer = a.data_ptr()
-            kinds.append(a.dtype)
-            numbers.append(pointer)
-            pointers |= pointer
-            elsewhere |= a.get_device() != device
-        else:
-            kinds.append(a)
-            numbers.append(a)
-    values = [constants[name] for name in kernel.arg_names[len(arguments) :]]
-    key = (kernel, device, *kinds, *values, constants.get("num_warps"), constants.get("num_stages"))
-    usual = not (pointers & 15 or elsewhere)
-    compiled = _found.get(key) if usual else None
-    if compiled is not None:  # addresses, not tensors: of these the driver is asked one by one
-        compiled[(*grid, 1, 1)[:3]](*numbers, *values)
-        return
-    compiled = kernel[grid](*arguments, **constants)
-    if usual and isinstance(compiled, triton.compiler.CompiledKernel):
-        if len(_found) >= MOST:
-            _found.clear()
-        _found[key] = compiled
+
+    __slots__ = ("_again", "_constants", "_grid", "_kernel", "_numbers", "_rest")
+
+    def __init__(
+        self, kernel: Any, grid: Sequence[int], numbers: Sequence[Any], **constants: Any
+    ) -> None:
+        self._kernel, self._grid = kernel, tuple(grid)
+        self._numbers, self._constants = tuple(numbers), constants
+        self._again: Any = None
+        self._rest: tuple[Any, ...] = ()
+
+    def __call__(self, *tensors: Tensor | None) -> None:
+        again = self._again
+        if again is None:
+            return self._first(tensors)
+        pointers, bits = [], 0
+        for t in tensors:
+            pointer = None if t is None else t.data_ptr()
+            pointers.append(pointer)
+            bits |= pointer or 0
+        device, compiled = again
+        if bits & 15 or device != _current_device():
+            return self._first(tensors)
+        # addresses, not tensors: of these the driver is asked one by one
+        compiled(*pointers, *self._rest)
+
+    def _first(self, tensors: Sequence[Tensor | None]) -> None:
+        """By Triton's own way; what it compiled is kept."""
+        kernel, arguments = self._kernel, (*tensors, *self._numbers)
+        if not isinstance(kernel, triton.JITFunction):  # Triton's interpreter
+            kernel[self._grid](*arguments, **self._constants)
+            return
+        device = next(t.get_device() for t in tensors if t is not None)
+        if device != _current_device():
+            with torch.cuda.device(device):
+                self._first(tensors)
+            return
+        compiled = kernel[self._grid](*arguments, **self._constants)
+        aligned = not any(t.data_ptr() & 15 for t in tensors if t is not None)
+        if aligned and isinstance(compiled, triton.compiler.CompiledKernel):
+            values = [self._constants[name] for name in kernel.arg_names[len(arguments) :]]
+            self._rest = (*self._numbers, *values)
+            self._again = device, compiled[(*self._grid, 1, 1)[:3]]
+
+
+def _current_device() -> int:
+    return torch._C._cuda_getDevice() if torch.cuda.is_initialized() else -1  # type: ignore[attr-defined]

@@ -7,8 +7,9 @@ what stands beside it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,6 +51,15 @@ def opaque(schema: str, launch, fake) -> None:
     for key in ("CUDA", "CPU"):
         library.impl(name, launch, key)
     torch.library.register_fake(f"doubleback::{name}", fake, lib=library)
+    op = getattr(torch.ops.doubleback, name).default
+
+    def call(*args: Any) -> Any:
+        return op(*args) if torch._C._len_torch_dispatch_stack() else launch(*args)
+
+    direct[op] = call
+
+
+direct: dict[Any, Callable] = {}  # operator → the same without PyTorch's dispatcher, where it can
 
 
 def on_cuda(*tensors: Tensor | None) -> bool:

@@ -4,6 +4,7 @@ each as one node."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -38,15 +39,18 @@ def curvature(name: str, z: Tensor, h: Tensor, xi: Tensor, *params: float) -> Te
 # ------------------------------------------------------------------------ standardisation
 
 
+_groups = lru_cache(Groups)
+
+
 def _second(
     xi: Tensor | None, q: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor,
     weight: Tensor | None, kind: str, shape: Sequence[int], count: int, rms: bool,
     wanted: Sequence[bool], tangent: bool,
 ) -> list[Tensor]:  # fmt: skip
-    groups = Groups(kind, tuple(shape), count, rms)
     found = standardise_second(
-        groups, xi, q, x, mean, rstd, weight, tuple(wanted), tangent, fused=True
-    )
+        _groups(kind, tuple(shape), count, rms), xi, q, x, mean, rstd, weight, wanted, tangent,
+        fused=True,
+    )  # fmt: skip
     return [t for t in found if t is not None]
 
 

@@ -7,14 +7,15 @@ Functions marked y are given by their output: `curvature("tanh", y, h, xi)`.
 """
 
 # pyright: reportInvalidTypeForm=false
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from doubleback.errors import InputError
 from doubleback.kernels.groups import statistics_dtype
-from doubleback.kernels.launch import available, jit, launch, tl, triton
+from doubleback.kernels.launch import Launch, available, jit, look, planned, tl, triton
 
 BLOCK = 1024
 BITS = 12  # of an exponent that `_integer_power` multiplies out
@@ -39,22 +40,49 @@ def curvature(name: str, z: Tensor, h: Tensor, xi: Tensor, *params: float) -> Te
 
     >>> curvature("softplus", z, h, xi, 1.0, 20.0)  # doctest: +SKIP
     """
+    key = (name, params, look(z), look(h), look(xi))
+    plan = planned(_plans, key, lambda: _Plan.of(name, z, h, xi, *params))
+    out = torch.empty_like(z)
+    if plan.launch is not None:
+        given = (z, h, xi)
+        if plan.copies is not None:
+            pairs = zip(given, plan.copies, strict=True)
+            given = (torch.empty_like(out).copy_(t) if copy else t for t, copy in pairs)
+        plan.launch(*given, out)
+    return out
+
+
+class _Plan(NamedTuple):
+    """How a call is launched, and which of z, h, ξ are first laid out like the result."""
+
+    launch: Launch | None
+    copies: tuple[bool, bool, bool] | None
+
+    @classmethod
+    def of(cls, name: str, z: Tensor, h: Tensor, xi: Tensor, *params: float) -> "_Plan":
+        _check(name, params)
+        size, out = z.numel(), torch.empty_like(z)
+        if not size:
+            return cls(None, None)
+        function, (a, b, c) = _resolve(name, *params)
+        wide = statistics_dtype(z) == torch.float64
+        launch = Launch(
+            _curvature_kernel, (triton.cdiv(size, BLOCK),), (size,), SECOND=function, A=a, B=b, C=c,
+            SIZE=BLOCK, ACC=tl.float64 if wide else tl.float32,
+        )  # fmt: skip
+        copies = tuple(not _same_layout(t, out) for t in (z, h, xi))
+        return cls(launch, copies if any(copies) else None)
+
+
+_plans: dict[Any, _Plan] = {}
+
+
+def _check(name: str, params: Sequence[float]) -> None:
     if name not in TABLE or len(params) != len(TABLE[name][1:]):
         known = "; ".join(" ".join((n, *rest)) for n, (_, *rest) in TABLE.items())
         raise InputError(
             f"curvature: no function {name!r} of {len(params)} parameters; known are {known}"
         )
-    out = torch.empty_like(z)
-    if z.numel() == 0:
-        return out
-    flat = [t if _same_layout(t, out) else torch.empty_like(out).copy_(t) for t in (z, h, xi)]
-    function, (a, b, c) = _resolve(name, *params)
-    launch(
-        _curvature_kernel, (triton.cdiv(z.numel(), BLOCK),), *flat, out, z.numel(),
-        SECOND=function, A=a, B=b, C=c, SIZE=BLOCK,
-        ACC=tl.float64 if statistics_dtype(z) == torch.float64 else tl.float32,
-    )  # fmt: skip
-    return out
 
 
 def _resolve(name: str, *params: float) -> tuple[Any, tuple[float, float, float]]:

@@ -137,7 +137,7 @@ def sums_kernel(
 
 @jit
 def combine_kernel(
-    sums_ptr, plane, rstd_ptr, w_ptr, values_ptr, s_w_ptr, channels, per_set, channels_per_group,
+    sums_ptr, rstd_ptr, w_ptr, values_ptr, s_w_ptr, plane, channels, per_set, channels_per_group,
     parts, m,
     CHANNELS: tl.constexpr, PARTS: tl.constexpr, ACC: tl.constexpr, RMS: tl.constexpr,
     AFFINE: tl.constexpr, PER_ENTRY: tl.constexpr, TANGENT: tl.constexpr, SOURCE: tl.constexpr,

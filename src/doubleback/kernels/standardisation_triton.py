@@ -20,15 +20,14 @@ In two passes x is seen as (O, C, S), with any strides: O examples, C channels, 
 """
 
 import math
-from collections.abc import Sequence
-from functools import lru_cache
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from doubleback.kernels.groups import Groups, Point, Three, layout
-from doubleback.kernels.launch import launch, tl, triton
+from doubleback.kernels.launch import Launch, look, planned, tl, triton
 from doubleback.kernels.standardisation_kernels import (
     apply_kernel,
     combine_kernel,
@@ -97,28 +96,51 @@ class _Call(NamedTuple):
     s_x: Tensor | None
 
 
+class _Plan(NamedTuple):
+    """How calls that look alike are run: on which layout, whether it has to be made first, and
+    what gives s_w and fills t_y and s_x."""
+
+    form: torch.memory_format
+    copies: bool
+    run: "Callable[[_Call], Tensor | None]"
+
+    @classmethod
+    def of(cls, at: Point, xi: Tensor | None, q: Tensor, mask: Sequence[bool]) -> "_Plan":
+        groups, x = at.groups, at.x
+        if groups.kind == "channels":
+            groups.per_example(x)  # says which channels do not divide
+        form = layout(groups, x)
+        images, others = (x, q, xi), at[2:]
+        copies = not all(t is None or t.is_contiguous(memory_format=form) for t in images)
+        copies = copies or not all(t is None or t.is_contiguous() for t in others)
+        laid = x.contiguous(memory_format=form)
+        kind = _Kind(
+            groups, tuple(x.shape), laid.is_contiguous(), x.dtype, x.device,
+            at.weight is not None, *mask,
+        )  # fmt: skip
+        return cls(form, copies, (_one_pass if _are_short_rows(kind) else _two_passes)(kind))
+
+
+_plans: dict[Any, _Plan] = {}
+
+
 def second(at: Point, xi: Tensor | None, q: Tensor, mask: Sequence[bool]) -> Three:
     """(t_y, s_x, s_w) as in `standardise_second`; `mask` says which are wanted."""
-    groups, x = at.groups, at.x
-    if groups.kind == "channels":
-        groups.per_example(x)  # says which channels do not divide
-    mean, rstd, weight = (u if u is None else u.contiguous() for u in at[2:])
-    form = layout(groups, x)
-    x, q = x.contiguous(memory_format=form), q.contiguous(memory_format=form)
-    xi = None if xi is None else xi.contiguous(memory_format=form)
-    t_y, s_x = (torch.empty_like(x) if want else None for want in mask[:2])
-    kind = _Kind(
-        groups, tuple(x.shape), x.is_contiguous(), x.dtype, x.device, weight is not None, *mask
-    )
-    run = _one_pass if _are_short_rows(kind) else _two_passes
-    s_w = run(kind, _Call(xi, q, x, mean, rstd, weight, t_y, s_x))  # type: ignore[arg-type]
+    groups, x, mean, rstd, weight = at
+    key = (groups, *mask, *map(look, (xi, q, x, mean, rstd, weight)))
+    plan = planned(_plans, key, lambda: _Plan.of(at, xi, q, mask))
+    if plan.copies:
+        x, q, xi = (t if t is None else t.contiguous(memory_format=plan.form) for t in (x, q, xi))  # type: ignore[misc]
+        mean, rstd, weight = (t if t is None else t.contiguous() for t in (mean, rstd, weight))  # type: ignore[misc]
+    t_y = torch.empty_like(x) if mask[0] else None
+    s_x = torch.empty_like(x) if mask[1] else None
+    s_w = plan.run(_Call(xi, q, x, mean, rstd, weight, t_y, s_x))
     if s_w is not None and weight is not None:
         s_w = s_w[0] if s_w.shape[0] == 1 else s_w.sum(0)
         s_w = s_w.view(weight.shape).to(weight.dtype)
     return t_y, s_x, s_w
 
 
-@lru_cache(1024)
 def _are_short_rows(kind: _Kind) -> bool:
     if kind.groups.kind == "batch" or not kind.contiguous:
         return False
@@ -157,7 +179,6 @@ class _Rows(NamedTuple):
     constants: dict[str, Any]
 
 
-@lru_cache(1024)
 def _rows(kind: _Kind) -> _Rows:
     per_entry = kind.groups.kind == "rows"
     channels = kind.channels_per_group
@@ -179,12 +200,17 @@ def _rows(kind: _Kind) -> _Rows:
     return _Rows(programs, numbers, sums, {**tile, **kind.flags, "num_warps": warps})
 
 
-def _one_pass(kind: _Kind, call: _Call) -> Tensor | None:
+def _one_pass(kind: _Kind) -> Callable[[_Call], Tensor | None]:
     """Each program keeps whole rows in registers; s_w as partial sums (programs or N, *weight)."""
     plan = _rows(kind)
-    s_w = _empty_sums(kind, call, plan.sums)
-    launch(rows_kernel, (plan.programs,), *call, s_w, *plan.numbers, **plan.constants)
-    return s_w
+    launch = Launch(rows_kernel, (plan.programs,), plan.numbers, **plan.constants)
+
+    def run(call: _Call) -> Tensor | None:
+        s_w = _empty_sums(kind, call, plan.sums)
+        launch(*call, s_w)
+        return s_w
+
+    return run
 
 
 # Two passes --------------------------------------------------------------------------------------
@@ -233,7 +259,6 @@ class _Passes(NamedTuple):
     constants: dict[str, Any]
 
 
-@lru_cache(1024)
 def _passes(kind: _Kind) -> _Passes:
     ext, per_entry, resident = _Extents.of(kind), kind.groups.kind == "rows", _resident(kind.device)
     channels_per_group = kind.channels_per_group
@@ -266,24 +291,30 @@ def _passes(kind: _Kind) -> _Passes:
     )  # fmt: skip
 
 
-def _two_passes(kind: _Kind, call: _Call) -> Tensor | None:
+def _two_passes(kind: _Kind) -> Callable[[_Call], Tensor | None]:
     """Sums, their combination to five numbers per group, then t_y and s_x entry by entry."""
-    plan, empty = _passes(kind), call.x.new_empty
-    sums = empty(plan.sums, dtype=kind.accumulator)
-    values = empty((5, plan.groups), dtype=kind.accumulator)
-    s_w = _empty_sums(kind, call, plan.s_w)
+    plan = _passes(kind)
     plane = plan.sums[1] * plan.sums[2]
     programs, parts = plan.cells
-    launch(sums_kernel, (programs,), *call[:6], sums, plane, *plan.shape, parts, **plan.constants)
+    numbers = (plane, *plan.shape, parts)
+    sum_up = Launch(sums_kernel, (programs,), numbers, **plan.constants)
     numbers, constants = plan.combination
-    launch(
-        combine_kernel, (plan.groups,), sums, plane, call.rstd, call.weight, values, s_w, *numbers,
-        **constants,
-    )  # fmt: skip
+    combine = Launch(combine_kernel, (plan.groups,), (plane, *numbers), **constants)
+    apply = None
     if kind.tangent or kind.source or kind.groups.kind == "rows":
         programs, parts = plan.entries
-        launch(
-            apply_kernel, (programs,), *call, s_w, values, plan.groups, *plan.shape, parts,
-            **plan.constants,
-        )  # fmt: skip
-    return s_w
+        numbers = (plan.groups, *plan.shape, parts)
+        apply = Launch(apply_kernel, (programs,), numbers, **plan.constants)
+
+    def run(call: _Call) -> Tensor | None:
+        empty = call.x.new_empty
+        sums = empty(plan.sums, dtype=kind.accumulator)
+        values = empty((5, plan.groups), dtype=kind.accumulator)
+        s_w = _empty_sums(kind, call, plan.s_w)
+        sum_up(*call[:6], sums)
+        combine(sums, call.rstd, call.weight, values, s_w)
+        if apply is not None:
+            apply(*call, s_w, values)
+        return s_w
+
+    return run

@@ -5,15 +5,25 @@ times as many channels that the image has when its s×s blocks become channels:
 
     y[i] = Σ_k θ[k] x[s·i + k] = Σ_{a,b} θ[s·a + b] x̃[i + a, b],    x̃[j, b] = x[s·j + b].
 
-For K = s (patches, pooling by convolution) that is a dense layer on the blocks. Otherwise it pays
-where x has few channels, of which cuDNN's kernels read eight at a time: the first layer of most
-image networks, whose input gradient no ordinary training ever asks for.
+For K = s (patches) that is a dense layer on the blocks. It pays where x has few channels, of which
+cuDNN's kernels read eight at a time: the first layer of most image networks, whose input gradient
+no ordinary training ever asks for. On an H200, in microseconds, cuDNN (channels-last) / here:
+
+| bfloat16, batch 128 or 64, 224²  | K         | Kᵀ         | K□        |
+| -------------------------------- | --------- | ---------- | --------- |
+| 7×7, stride 2, 3 → 64 channels   | 897 / 553 | 1608 / 643 | 582 / 460 |
+| 11×11, stride 4, 3 → 64          | 574 / 212 | 280 / 189  | 366 / 224 |
+| 3×3, stride 2, 3 → 32            | 246 / 336 | 467 / 284  | 272 / 338 |
+| 16×16 patches, 3 → 384           | 298 / 51  | 87 / 49    | 168 / 52  |
+| 4×4 patches, 3 → 96              | 133 / 50  | 110 / 52   | 119 / 61  |
+| 2×2 patches, 96 → 192, 56²       | 65 / 77   | 49 / 81    | 42 / 86   |
 
 Blocks are laid out (rows, columns, channels), as the filters of a channels-last network are.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -22,32 +32,40 @@ from torch import Tensor
 
 aten = torch.ops.aten
 FEW = 4  # channels
-
-Two = tuple[int, int]
+WASTE = 1.5  # products with the zeros that a kernel is filled up with, for every one without them
 
 
 def pays(
     device: torch.device, weight_shape: Sequence[int], stride: Sequence[int],
-    padding: Sequence[int], dilation: Sequence[int], groups: int,
+    padding: Sequence[int], dilation: Sequence[int], groups: int, transpose: bool,
 ) -> bool:  # fmt: skip
-    """Whether this convolution is better computed here."""
+    """Whether this convolution, or its transpose, is better computed here."""
     if device.type != "cuda" or len(weight_shape) != 4 or groups != 1 or tuple(dilation) != (1, 1):
         return False
-    (kh, kw), (sh, sw) = weight_shape[2:], stride
-    if (kh, kw) == (sh, sw):
-        return kh * kw > 1 and not any(padding)
-    return sh == sw > 1 and kh > sh and kw > sw and weight_shape[1] <= FEW
+    if weight_shape[1] > FEW or min(stride) < 2:
+        return False
+    kernel = tuple(weight_shape[2:])
+    if kernel == tuple(stride):
+        return not any(padding)
+    if any(k <= s for k, s in zip(kernel, stride, strict=True)):
+        return False
+    grown = [-(-k // s) * s for k, s in zip(kernel, stride, strict=True)]
+    return transpose or math.prod(grown) <= WASTE * math.prod(kernel)
 
 
 class Strided:
     """The geometry of one such convolution, for images (B, C, *sizes)."""
 
     def __init__(
-        self, x_shape: Sequence[int], weight_shape: Sequence[int], stride: Two, padding: Two
+        self,
+        x_shape: Sequence[int],
+        weight_shape: Sequence[int],
+        stride: Sequence[int],
+        padding: Sequence[int],
     ) -> None:
         self.batch, self.channels, *sizes = x_shape
         self.after, _, *kernel = weight_shape
-        self.sizes, self.kernel, self.stride = tuple(sizes), tuple(kernel), stride
+        self.kernel, self.stride = tuple(kernel), tuple(stride)
         parts = list(zip(sizes, kernel, stride, padding, strict=True))
         self.out = tuple((n + 2 * p - k) // s + 1 for n, k, s, p in parts)
         self.taps = tuple(-(-k // s) for _, k, s, _ in parts)  # A
@@ -68,7 +86,7 @@ class Strided:
         x = F.pad(x, self.margins) if any(self.margins) else x
         (bh, bw), (sh, sw) = self.blocks, self.stride
         x = x.permute(0, 2, 3, 1).reshape(self.batch, bh, sh, bw, sw, self.channels)
-        return x.transpose(2, 3).reshape(self.batch, bh, bw, -1)
+        return x.transpose(2, 3).reshape(self.batch, bh, bw, sh * sw * self.channels)
 
     def unfold(self, folded: Tensor) -> Tensor:
         """The adjoint of `fold`."""
@@ -83,7 +101,7 @@ class Strided:
         if (ah * sh, aw * sw) != (kh, kw):
             weight = F.pad(weight, [0, aw * sw - kw, 0, ah * sh - kh])
         weight = weight.permute(0, 2, 3, 1).reshape(self.after, ah, sh, aw, sw, self.channels)
-        weight = weight.transpose(2, 3).reshape(self.after, ah, aw, -1)
+        weight = weight.transpose(2, 3).reshape(self.after, ah, aw, sh * sw * self.channels)
         return weight.permute(0, 3, 1, 2)
 
     def unfilters(self, folded: Tensor) -> Tensor:
@@ -91,7 +109,7 @@ class Strided:
         (ah, aw), (sh, sw), (kh, kw) = self.taps, self.stride, self.kernel
         weight = folded.permute(0, 2, 3, 1).reshape(self.after, ah, aw, sh, sw, self.channels)
         weight = weight.transpose(2, 3).reshape(self.after, ah * sh, aw * sw, self.channels)
-        return weight[:, :kh, :kw].permute(0, 3, 1, 2)
+        return weight[:, :kh, :kw].contiguous().permute(0, 3, 1, 2)
 
     def forward(self, weight: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
         folded, filters = self.fold(x), self.filters(weight)

@@ -12,6 +12,7 @@ from torch import Tensor
 from ..counting import counted
 from ..errors import InputError
 from ..kernels import locally_connected as local
+from ..kernels.strided import Strided, pays
 from .base import Operator, Shape, placeholder, shape_of
 
 aten = torch.ops.aten
@@ -78,8 +79,21 @@ class Convolution(Operator):
         extra = self.output_padding or (0,) * len(self.stride)
         return (self.stride, self.padding, self.dilation, self.transposed, extra, self.groups)
 
+    def _strided(
+        self, like: Tensor, x_shape: Sequence[int], weight_shape: Sequence[int],
+        transpose: bool = False,
+    ) -> Strided | None:  # fmt: skip
+        """The other way to compute this convolution, or its transpose, where that is faster."""
+        options = (self.stride, self.padding, self.dilation, self.groups)
+        if self.transposed or not pays(like.device, weight_shape, *options, transpose):
+            return None
+        return Strided(x_shape, weight_shape, self.stride, self.padding)
+
     def forward(self, weight: Tensor, x: Tensor, bias: Tensor | None = None) -> Tensor:
         counted(forward=1)
+        strided = self._strided(x, x.shape, weight.shape)
+        if strided is not None:
+            return strided.forward(weight, x, bias)
         return aten.convolution(x, weight, bias, *self._options())
 
     def transpose(
@@ -119,6 +133,28 @@ class Convolution(Operator):
         layout of an x.
         """
         counted(transpose=int(wanted[0]), weight_adjoint=int(wanted[1]))
+        forward, transpose = (
+            self._strided(y, x_shape, weight_shape, turned) for turned in (False, True)
+        )
+        if forward is None and (transpose is None or not wanted[0]):
+            return self._adjoints(x, weight, y, x_shape, weight_shape, wanted, like)
+        dx = dw = db = None
+        if wanted[0]:
+            assert transpose is not None and weight is not None
+            dx = transpose.transpose(weight, y)
+        if wanted[1]:
+            assert x is not None
+            if forward is not None:
+                dw = forward.weight_adjoint(x, y)
+            else:
+                rest = (False, True, False)
+                dw = self._adjoints(x, None, y, x_shape, weight_shape, rest, None)[1]
+        if wanted[2]:
+            db = y.sum((0, 2, 3))
+        return dx, dw, db  # type: ignore[return-value]
+
+    def _adjoints(self, x, weight, y, x_shape, weight_shape, wanted, like) -> Any:
+        """The same by PyTorch's own kernels."""
         if x is None:
             x = like
         if x is None:
