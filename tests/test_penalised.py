@@ -561,3 +561,41 @@ def test_accumulate_delivers_like_backward():
     ((out - y).square().sum() + 0.3 * penalty).backward()
     for name, p in net.named_parameters():
         torch.testing.assert_close(twice[name], 2 * p.grad, rtol=1e-12, atol=1e-14)
+
+
+# ------------------------------------------------------------------------------- buffers
+
+
+class History(nn.Module):
+    """Keeps the mean of the batch, the one before, and the one before that; and counts."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 4))
+        for name in ("now", "before", "long_ago"):
+            self.register_buffer(name, torch.randn(6))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x):
+        self.long_ago.copy_(self.before)
+        self.before.copy_(self.now)
+        self.now.copy_(x.detach().mean(0))
+        self.calls.add_(1)
+        return torch.tanh(x - self.long_ago) @ self.weight
+
+
+@pytest.mark.parametrize("how", ["two calls", "accumulate"])
+@pytest.mark.parametrize("after", [None, 0])
+def test_buffers_that_move_into_each_other(how, after):
+    net, twin = History(), History()
+    twin.load_state_dict(net.state_dict())
+    model = db.Penalised(net, db.OutputGradient(1), flatten_after=after)
+    for _ in range(4):
+        x = torch.randn(3, 6)
+        twin(x)
+        if how == "accumulate":
+            model.accumulate(x)
+        else:
+            model(x)[1].backward()
+        for name, buffer in twin.named_buffers():
+            torch.testing.assert_close(net.get_buffer(name), buffer, rtol=0, atol=0)

@@ -4,7 +4,7 @@ penalty's, what the graph starts from, and under which key it is kept."""
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
@@ -215,18 +215,39 @@ def _fingerprint(net: nn.Module, attributes: bool) -> tuple:
 
 
 def read_state(
-    owners: Sequence[tuple[nn.Module, str, int, bool]], graph: Graph, leaves: Sequence[Any]
+    owners: Sequence[tuple[nn.Module, str, int, bool]],
+    graph: Graph,
+    leaves: Sequence[Any],
+    copies: bool,
 ) -> dict[int, Tensor]:
-    """Every value the graph starts from. A buffer that the network updates is read as a copy,
-    so that the update does not reach what autograd saved of it."""
+    """Every value the graph starts from. copies: of buffers that the network updates, so that the
+    update does not reach what is kept of them for a backward to come."""
     state = dict(graph.constants)
-    for module, name, value, written in owners:
+    written = {}
+    for module, name, value, updated in owners:
         tensor = getattr(module, name)
-        state[value] = tensor.detach().clone() if written else tensor
+        state[value] = tensor.detach() if updated else tensor
+        if updated:
+            written[value] = state[value]
+    if copies and written:
+        fresh = {value: torch.empty_like(t) for value, t in written.items()}
+        copy_all(fresh.values(), written.values())
+        state |= fresh
     for value, leaf in zip(graph.inputs, leaves, strict=True):
         if value is not None:
             state[value] = leaf
     return state
+
+
+def copy_all(into: Iterable[Tensor], tensors: Iterable[Tensor]) -> None:
+    """Copy each tensor into its place, in one kernel for all of one dtype."""
+    alike: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
+    for old, new in zip(into, tensors, strict=True):
+        olds, news = alike.setdefault((old.dtype, old.device, new.dtype), ([], []))
+        olds.append(old)
+        news.append(new)
+    for olds, news in alike.values():
+        torch._foreach_copy_(olds, news)  # type: ignore[attr-defined]
 
 
 def run_prelude(plan: Plan, state: Mapping[int, Tensor]) -> dict[int, Tensor]:

@@ -16,6 +16,7 @@ from .bridge import Bridge, Job, Program, _no_autocast, deliver
 from .calls import (
     Arguments,
     choose,
+    copy_all,
     kind,
     read_state,
     remember,
@@ -194,7 +195,7 @@ class Penalised(nn.Module):
         graph = self._graph(call)
         if graph is None:
             return accumulate_on_autograd(self, call, own_loss, target, weight)
-        program, state = self._program(graph, call, gradients=True)
+        program, state = self._program(graph, call, gradients=True, copies=False)
         plan = program.plan
         if own_loss is not None:
             own_loss.check(graph.shape(plan.target), target)
@@ -319,10 +320,11 @@ class Penalised(nn.Module):
         return None
 
     def _program(
-        self, graph: Graph, call: Arguments, gradients: bool
+        self, graph: Graph, call: Arguments, gradients: bool, copies: bool = True
     ) -> tuple[Any, dict[int, Tensor]]:
-        """The program for this graph and these wanted gradients, and the graph's state."""
-        state = read_state(self._owners(graph), graph, call.leaves)
+        """The program for this graph and these wanted gradients, and the graph's state, with or
+        without copies of what the network updates."""
+        state = read_state(self._owners(graph), graph, call.leaves, copies)
         wanted = frozenset(v for v, t in state.items() if gradients and t.requires_grad)
         asked = tuple(call.asked) if gradients else ()
         penalised = tuple(graph.inputs[i] for i in call.penalised)
@@ -367,11 +369,15 @@ class Penalised(nn.Module):
         self, plan: Plan, prelude: Mapping[int, Tensor], swept: Mapping[str, Tensor]
     ) -> None:
         """Batch norm statistics and the like, once per call, after all sweeps succeeded."""
+        buffers, values = [], []
+        for name, value in plan.graph.mutations.items():
+            owner, _, leaf = name.rpartition(".")
+            buffers.append(getattr(self.net.get_submodule(owner), leaf))
+            values.append(swept[name] if name in swept else prelude[value])
+        places = {t.untyped_storage().data_ptr() for t in buffers}  # one may move into another
+        values = [t.clone() if t.untyped_storage().data_ptr() in places else t for t in values]
         with torch.no_grad():
-            for name, value in plan.graph.mutations.items():
-                new = swept[name] if name in swept else prelude[value]
-                owner, _, leaf = name.rpartition(".")
-                getattr(self.net.get_submodule(owner), leaf).copy_(new)
+            copy_all(buffers, values)
 
     def _assemble(
         self, plan: Plan, outputs: Sequence[Tensor], prelude: Mapping[int, Tensor]
