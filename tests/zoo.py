@@ -755,6 +755,9 @@ add("rnn_relu_deep", lambda: Recurrent(nn.RNN, nonlinearity="relu", num_layers=2
     classes=4)  # fmt: skip
 add("lstm_bidirectional_deep", lambda: Recurrent(nn.LSTM, bidirectional=True, num_layers=2),
     randn(2, 3, 4), classes=4)  # fmt: skip
+add("lstm_dropout", lambda: Recurrent(nn.LSTM, bidirectional=True, num_layers=3, dropout=0.4),
+    randn(2, 3, 4), classes=4)  # fmt: skip
+add("gru_dropout", lambda: Recurrent(nn.GRU, num_layers=2, dropout=0.4), randn(B, 4, 4), classes=4)
 
 
 @case("gru_cell_loop", randn(B, 4, 4), classes=4)
