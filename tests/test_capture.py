@@ -186,3 +186,79 @@ def test_scripted_modules_run_on_autograd():
     with pytest.warns(db.CaptureWarning):
         found = db.Penalised(torch.jit.script(net), db.OutputGradient(0))(x)[1]
     torch.testing.assert_close(found, expected)
+
+
+# --------------------------------------------------------- gradients that no operator tells
+
+
+class Reverse(torch.autograd.Function):
+    """The identity, with its gradient reversed."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, g):
+        return -g
+
+
+class Bent(nn.Module):
+    """`bend` between two layers; nothing but the input requires grad before the second."""
+
+    def __init__(self, bend):
+        super().__init__()
+        self.first, self.second, self.bend = nn.Linear(4, 4), nn.Linear(4, 3), bend
+        self.first.requires_grad_(False)
+
+    def forward(self, x):
+        return torch.tanh(self.second(self.bend(torch.tanh(self.first(x)))))
+
+
+def doubled(h):
+    h.register_hook(lambda g: 2 * g)
+    return h
+
+
+def penalty_and_gradients(net, x):
+    """By stock autograd."""
+    x = x.clone().requires_grad_()
+    (g,) = torch.autograd.grad(net(x)[:, 0].sum(), x, create_graph=True)
+    penalty = g.square().sum(1).mean()
+    return [penalty, *torch.autograd.grad(penalty, (x, net.second.weight))]
+
+
+def assert_on_autograd(net, x, match):
+    model, y = db.Penalised(net, db.OutputGradient(0)), x.clone().requires_grad_()
+    with pytest.warns(db.CaptureWarning, match=match):
+        penalty = model(y)[1]
+    found = [penalty, *torch.autograd.grad(penalty, (y, net.second.weight))]
+    for a, b in zip(found, penalty_and_gradients(net, x), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("bend, match", [(Reverse.apply, "Reverse"), (doubled, "register_hook")])
+def test_backward_passes_of_their_own_run_on_autograd(bend, match):
+    x = torch.randn(5, 4, dtype=torch.float64)
+    assert_on_autograd(Bent(bend).double(), x, match)
+
+
+def test_a_function_is_seen_under_inference_mode():
+    model = db.Penalised(Bent(Reverse.apply), db.OutputGradient(0), strict=True)
+    with torch.inference_mode(), pytest.raises(db.CaptureError, match="Reverse"):
+        model(torch.randn(5, 4))
+
+
+@pytest.mark.parametrize(
+    "register", ["register_full_backward_hook", "register_full_backward_pre_hook"]
+)
+def test_backward_hooks_run_on_autograd_until_they_are_removed(register):
+    net, x = Bent(torch.sin).double(), torch.randn(5, 4, dtype=torch.float64)
+    model = db.Penalised(net, db.OutputGradient(0))
+    plain = model(x)[1]
+    handle = getattr(net.second, register)(lambda module, *g: (2 * g[0][0],))
+    assert_on_autograd(net, x, "backward hook of second")
+    with pytest.warns(db.CaptureWarning):
+        assert model(x)[1] > 2 * plain
+    handle.remove()
+    torch.testing.assert_close(model(x)[1], plain)

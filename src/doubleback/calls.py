@@ -202,6 +202,7 @@ def _fingerprint(net: nn.Module, attributes: bool) -> tuple:
         module = stack.pop()
         found.append((id(module), module.training, *module._forward_hooks, None))
         found.extend(module._forward_pre_hooks)
+        found.extend((*module._backward_pre_hooks, *module._backward_hooks))
         if attributes:
             found.append(tuple([v for v in module.__dict__.values() if type(v) in PLAIN]))
         for tensors in (module._parameters, module._buffers):

@@ -26,6 +26,7 @@ from torch.utils import _pytree as pytree
 from .decompositions import CALLED, RECURRENT, decompositions, stop_gradient
 from .errors import CaptureError
 from .graph import Graph, Meta, Node, Ref, refs
+from .holder import Holder, inside
 
 aten = torch.ops.aten
 
@@ -35,11 +36,11 @@ def capture(net: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> Graph:
 
     Nothing in `net` changes. Raises `CaptureError` with the line of the model that stopped it.
     """
-    args, kwargs = pytree.tree_map_only(Tensor, lambda t: t.detach(), (args, dict(kwargs)))
     try:
-        with warnings.catch_warnings(), torch.enable_grad():
+        with warnings.catch_warnings(), torch.inference_mode(False), torch.enable_grad():
+            args, kwargs = pytree.tree_map_only(Tensor, _leaf, (args, dict(kwargs)))
             warnings.simplefilter("ignore")
-            program = torch.export.export(_Holder(net), args, kwargs, strict=False)
+            program = torch.export.export(Holder(net), args, kwargs, strict=False)
             _mark_stopped(program.graph_module)
             table = decompositions()
             with _keeping_few_whole(program, table):
@@ -54,21 +55,10 @@ def capture(net: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> Graph:
     return _convert(program)
 
 
-class _Holder(nn.Module):
-    """Holds the network under one name, so that no name inside it (`code`, `graph`) can clash
-    with an attribute of the exported module."""
-
-    def __init__(self, held: nn.Module) -> None:
-        super().__init__()
-        self.held = held
-        self.training = held.training
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.held(*args, **kwargs)
-
-
-def _inside(name: str) -> str:
-    return name.removeprefix("held.")
+def _leaf(t: Tensor) -> Tensor:
+    """As the network would see it under autograd: requiring grad where that is possible."""
+    t = t.clone() if t.is_inference() else t
+    return t.detach().requires_grad_(t.is_floating_point() or t.is_complex())
 
 
 def _mark_stopped(module: torch.fx.GraphModule) -> None:
@@ -187,7 +177,7 @@ def _convert(program: torch.export.ExportedProgram) -> Graph:
     results: Any = program.graph.output_node().args[0]
     for spec, result in zip(signature.output_specs, results, strict=True):
         if spec.kind is OutputKind.BUFFER_MUTATION:
-            mutations[_inside(str(spec.target))] = number[result, 0]
+            mutations[inside(str(spec.target))] = number[result, 0]
         elif spec.kind is OutputKind.USER_OUTPUT:
             is_tensor = isinstance(spec.arg, TensorArgument)
             outputs.append(number[result, 0] if is_tensor else (result,))
@@ -211,7 +201,7 @@ def _read_inputs(program, signature, placeholders):
         if spec.kind is InputKind.USER_INPUT:
             inputs.append(value if isinstance(spec.arg, TensorArgument) else None)
         elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
-            state[_inside(spec.target)] = value
+            state[inside(spec.target)] = value
         elif spec.kind is InputKind.CONSTANT_TENSOR:
             constants[value] = program.constants[spec.target]
         else:
@@ -241,7 +231,7 @@ def _module(node: torch.fx.Node) -> str:
     """The innermost submodule that was running, by its name in the network."""
     stack = node.meta.get("nn_module_stack") or {}
     path = list(stack.values())[-1][0] if stack else ""
-    return "" if path == "held" else _inside(path)
+    return "" if path == "held" else inside(path)
 
 
 def _model_line(error: BaseException) -> str:

@@ -1,0 +1,83 @@
+"""The network while it is captured, and what would be missing from its graph.
+
+A graph holds the operators that the forward pass calls. What a network does to its gradients apart
+from them (an `autograd.Function` with a backward of its own, hooks on gradients) would be lost
+without a word, so it is refused: such a network runs on autograd.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
+from torch.utils import _pytree as pytree
+
+
+class Holder(nn.Module):
+    """Holds the network under one name, so that no name inside it (`code`, `graph`) can clash
+    with an attribute of the exported module."""
+
+    def __init__(self, held: nn.Module) -> None:
+        super().__init__()
+        self.held = held
+        self.training = held.training
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        for name, module in self.held.named_modules():
+            if module._backward_hooks or module._backward_pre_hooks:
+                of = f"of {name}" if name else "of the network"
+                raise RuntimeError(f"the backward hook {of} sees gradients that sweeps do not pass")
+        with _refused_hooks():
+            result = self.held(*args, **kwargs)
+        _refuse_functions(result)
+        return result
+
+
+def inside(name: str) -> str:
+    """A qualified name as the network itself has it."""
+    return name.removeprefix("held.")
+
+
+def _refuse_functions(result: Any) -> None:
+    """No `autograd.Function` among what the result depends on: its backward is Python code, which
+    no operator of the graph tells."""
+    leaves = [t for t in pytree.tree_leaves(result) if isinstance(t, Tensor)]
+    stack = [t.grad_fn for t in leaves if t.grad_fn is not None]
+    seen = set(stack)
+    while stack:
+        node = stack.pop()
+        own = type(node).__name__.startswith("GeneratedBackwardFor_")  # of a custom operator
+        if isinstance(node, BackwardCFunction) and not own:
+            name = type(node).__name__.removesuffix("Backward")
+            raise RuntimeError(
+                f"the autograd.Function {name} has a backward of its own, which is not captured; "
+                "torch.library.custom_op and register_autograd make it an operator that is"
+            )
+        new = {parent for parent, _ in node.next_functions if parent is not None} - seen
+        seen |= new
+        stack.extend(new)
+
+
+@contextmanager
+def _refused_hooks() -> Iterator[None]:
+    """No `register_hook` on a tensor of the network, in this thread."""
+    thread, usual = threading.get_ident(), Tensor.register_hook
+
+    def refuse(self: Tensor, hook: Any) -> Any:
+        if threading.get_ident() != thread:
+            return usual(self, hook)
+        raise RuntimeError("register_hook on a tensor changes or sees gradients unknown to sweeps")
+
+    with _holding:
+        Tensor.register_hook = refuse  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            Tensor.register_hook = usual  # type: ignore[method-assign]
+
+
+_holding = threading.Lock()
