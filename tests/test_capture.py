@@ -262,3 +262,10 @@ def test_backward_hooks_run_on_autograd_until_they_are_removed(register):
         assert model(x)[1] > 2 * plain
     handle.remove()
     torch.testing.assert_close(model(x)[1], plain)
+
+
+def test_shapes_that_depend_on_values_run_on_autograd():
+    """A mask as an index, even a constant one."""
+    kept = torch.tensor([True, False, True, True])
+    net, x = Bent(lambda h: h * h[:, kept].sum(1, True)).double(), torch.randn(5, 4).double()
+    assert_on_autograd(net, x, "the shape of what aten.index.Tensor yields")

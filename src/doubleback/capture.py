@@ -159,6 +159,11 @@ def _convert(program: torch.export.ExportedProgram) -> Graph:
                     f"{fx_node.target} cannot be swept: it is control flow or yields a Python "
                     f"number; stopped at {_source(fx_node)}"
                 )
+            if any(isinstance(s, torch.SymInt) for t in results if t is not None for s in t.shape):
+                raise CaptureError(
+                    f"the shape of what {fx_node.target} yields depends on the values it is given; "
+                    f"stopped at {_source(fx_node)}"
+                )
             args, kwargs = translate(fx_node.args), translate(fx_node.kwargs)
             outputs = []
             for position, part in enumerate(results):
