@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 import threading
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -269,3 +271,21 @@ def test_shapes_that_depend_on_values_run_on_autograd():
     kept = torch.tensor([True, False, True, True])
     net, x = Bent(lambda h: h * h[:, kept].sum(1, True)).double(), torch.randn(5, 4).double()
     assert_on_autograd(net, x, "the shape of what aten.index.Tensor yields")
+
+
+# ------------------------------------------------------------------------ draws outside torch
+
+
+@pytest.mark.parametrize("draw", [random.random, np.random.rand])
+def test_draws_outside_torch_run_on_autograd_and_from_the_same_seed(draw):
+    net, x = Bent(lambda h: draw() * h).double(), torch.randn(5, 4).double()
+    model = db.Penalised(net, db.OutputGradient(0))
+
+    def seeded(run):
+        random.seed(0), np.random.seed(0)
+        return torch.stack([run(x) for _ in range(3)])
+
+    with pytest.warns(db.CaptureWarning, match="draws from"):
+        found = seeded(lambda x: model(x)[0])
+    torch.testing.assert_close(found, seeded(net))
+    assert not torch.equal(found[0], found[1])

@@ -2,11 +2,14 @@
 
 A graph holds the operators that the forward pass calls. What a network does to its gradients apart
 from them (an `autograd.Function` with a backward of its own, hooks on gradients) would be lost
-without a word, so it is refused: such a network runs on autograd.
+without a word, and what it draws outside PyTorch's generators would never change again. So both
+are refused: such a network runs on autograd.
 """
 
 from __future__ import annotations
 
+import random
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,7 +34,7 @@ class Holder(nn.Module):
             if module._backward_hooks or module._backward_pre_hooks:
                 of = f"of {name}" if name else "of the network"
                 raise RuntimeError(f"the backward hook {of} sees gradients that sweeps do not pass")
-        with _refused_hooks():
+        with _refused_hooks(), _refused_draws():
             result = self.held(*args, **kwargs)
         _refuse_functions(result)
         return result
@@ -81,3 +84,32 @@ def _refused_hooks() -> Iterator[None]:
 
 
 _holding = threading.Lock()
+
+
+@contextmanager
+def _refused_draws() -> Iterator[None]:
+    """No number from Python's or NumPy's generator, both of which are left as they were."""
+    numpy: Any = sys.modules.get("numpy.random") or _NoNumpy
+    python, array = random.getstate(), numpy.get_state()
+    try:
+        yield
+        if random.getstate() != python or str(numpy.get_state()) != str(array):
+            raise RuntimeError(
+                "it draws from Python's or NumPy's random numbers, which a graph would hold; draw "
+                "with torch"
+            )
+    finally:
+        random.setstate(python)
+        numpy.set_state(array)
+
+
+class _NoNumpy:
+    """Nothing was drawn from a library that nobody imported."""
+
+    @staticmethod
+    def get_state() -> None:
+        return None
+
+    @staticmethod
+    def set_state(state: None) -> None:
+        return None
