@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import threading
 
@@ -289,3 +290,50 @@ def test_draws_outside_torch_run_on_autograd_and_from_the_same_seed(draw):
         found = seeded(lambda x: model(x)[0])
     torch.testing.assert_close(found, seeded(net))
     assert not torch.equal(found[0], found[1])
+
+
+# ------------------------------------------------------------------- tensors that are assigned
+
+
+class Assigning(nn.Module):
+    """A running mean by assignment, features for later, and a mask made once."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = nn.Linear(4, 3)
+        self.register_buffer("mean", torch.zeros(3))
+        self.register_buffer("mask", None, persistent=False)
+
+    def forward(self, x):
+        self.features = self.dense(x)
+        self.mean = 0.9 * self.mean + 0.1 * self.features.mean(0).detach()
+        if self.mask is None:
+            self.mask = torch.arange(3, dtype=x.dtype, device=x.device).cos()
+        return torch.tanh(self.features - self.mean) * self.mask
+
+
+def test_assigned_buffers_are_updated_and_no_tensor_without_numbers_stays_behind():
+    net, x = Assigning().double(), torch.randn(5, 4, dtype=torch.float64)
+    twin = copy.deepcopy(net)
+    model = db.Penalised(net, db.OutputGradient(0), strict=True)
+    for _ in range(4):
+        torch.testing.assert_close(model(x)[0], twin(x))
+        torch.testing.assert_close(net.mean, twin.mean)
+    assert net.mask is None and not hasattr(net, "features")
+    torch.testing.assert_close(net(x), twin(x))
+
+
+def test_a_buffer_that_grows_runs_on_autograd():
+    class Growing(Bent):
+        def __init__(self):
+            super().__init__(lambda h: h * self.seen.shape[0])
+            self.register_buffer("seen", torch.zeros(1))
+
+        def forward(self, x):
+            self.seen = torch.zeros(self.seen.shape[0] + 1)
+            return super().forward(x)
+
+    net, x = Growing().double(), torch.randn(5, 4, dtype=torch.float64)
+    with pytest.warns(db.CaptureWarning, match="shape or the dtype of its buffer 'seen'"):
+        db.Penalised(net, db.OutputGradient(0))(x)
+    assert net.seen.shape == (2,)

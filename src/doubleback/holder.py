@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import BackwardCFunction
 from torch.utils import _pytree as pytree
 
@@ -34,7 +35,7 @@ class Holder(nn.Module):
             if module._backward_hooks or module._backward_pre_hooks:
                 of = f"of {name}" if name else "of the network"
                 raise RuntimeError(f"the backward hook {of} sees gradients that sweeps do not pass")
-        with _refused_hooks(), _refused_draws():
+        with _refused_hooks(), _refused_draws(), _assignments(self.held):
             result = self.held(*args, **kwargs)
         _refuse_functions(result)
         return result
@@ -43,6 +44,30 @@ class Holder(nn.Module):
 def inside(name: str) -> str:
     """A qualified name as the network itself has it."""
     return name.removeprefix("held.")
+
+
+@contextmanager
+def _assignments(net: nn.Module) -> Iterator[None]:
+    """Tensors that the network assigns to its modules. A buffer that was there is written in place,
+    which a graph can tell; what is new (features, a mask for later) holds no numbers, and goes."""
+    before = [(m, dict(m._buffers), set(vars(m))) for m in net.modules()]
+    try:
+        yield
+        for module, buffers, _ in before:
+            for name, old in buffers.items():
+                new = module._buffers.get(name)
+                if old is None or new is None or new is old:
+                    continue
+                if (new.shape, new.dtype) != (old.shape, old.dtype):
+                    raise RuntimeError(f"it changes the shape or the dtype of its buffer {name!r}")
+                old.copy_(new.detach())
+    finally:
+        for module, buffers, names in before:
+            module._buffers.clear()
+            module._buffers.update(buffers)
+            for name in vars(module).keys() - names:
+                if isinstance(vars(module)[name], FakeTensor):
+                    delattr(module, name)
 
 
 def _refuse_functions(result: Any) -> None:
