@@ -151,6 +151,16 @@ def test_hooks_and_buffers_that_come_later_are_seen(change, counted):
     assert values[0] != values[1] and len(counted) == 2
 
 
+def test_a_replaced_module_is_seen_wherever_it_lies():
+    """The new module may get the place in memory that the old one had."""
+    net, x = nn.Sequential(nn.Linear(4, 3), nn.ReLU()).double(), torch.randn(5, 4).double()
+    model = db.Penalised(net, db.OutputGradient(0))
+    for activation in (nn.Tanh, nn.Sigmoid, nn.SiLU, nn.Tanh, nn.ELU) * 2:
+        net[1] = nn.Identity()
+        net[1] = activation()
+        torch.testing.assert_close(model(x)[0], net(x))
+
+
 def test_a_network_that_counts_its_calls_is_captured_once(counted):
     net, x = Warm(), torch.randn(5, 4)
     model = db.Penalised(net, db.OutputGradient(0))
