@@ -161,6 +161,27 @@ def test_a_replaced_module_is_seen_wherever_it_lies():
         torch.testing.assert_close(model(x)[0], net(x))
 
 
+def test_functions_and_tensors_of_modules_are_read_anew(counted):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.dense, self.bend, self.mask = nn.Linear(4, 3), torch.sin, torch.rand(3).double()
+
+        def forward(self, x):
+            return self.bend(self.dense(x)) * self.mask
+
+    net, x = Net().double(), torch.randn(5, 4).double()
+    model = db.Penalised(net, db.OutputGradient(0))
+    for bend, shape in ((torch.sin, 3), (torch.tanh, 3), (torch.tanh, (5, 3)), (torch.tanh, 3)):
+        net.bend = bend
+        for _ in range(4):
+            net.mask = torch.rand(shape).double()
+            torch.testing.assert_close(model(x)[0], net(x))
+    assert len(counted) == 3
+    net.dense.forward = lambda x: x[:, :3]
+    torch.testing.assert_close(model(x)[0], net(x))
+
+
 def test_a_network_that_counts_its_calls_is_captured_once(counted):
     net, x = Warm(), torch.randn(5, 4)
     model = db.Penalised(net, db.OutputGradient(0))

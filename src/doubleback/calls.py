@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -190,12 +191,16 @@ def remember(cache: dict, key: Any, item: Any) -> None:
     cache[key] = item
 
 
-PLAIN = frozenset((bool, int, float, str))
+PLAIN = frozenset((bool, int, float, str, FunctionType, BuiltinFunctionType, MethodType))
+
+
+def _look(t: Tensor | None) -> Any:
+    return None if t is None else (t.shape, t.dtype, t.device)
 
 
 def _fingerprint(net: nn.Module, attributes: bool) -> tuple:
     """Which modules the network is made of, their modes, hooks and plain attributes, and what
-    their parameters and buffers look like."""
+    their tensors look like."""
     found: list[Any] = []
     stack = [net]
     while stack:
@@ -204,10 +209,11 @@ def _fingerprint(net: nn.Module, attributes: bool) -> tuple:
         found.extend(module._forward_pre_hooks)
         found.extend((*module._backward_pre_hooks, *module._backward_hooks))
         if attributes:
-            found.append(tuple([v for v in module.__dict__.values() if type(v) in PLAIN]))
+            values = module.__dict__.values()
+            found.append(tuple([v for v in values if type(v) in PLAIN]))
+            found.extend([_look(v) for v in values if type(v) is Tensor])
         for tensors in (module._parameters, module._buffers):
-            for t in tensors.values():
-                found.append(None if t is None else (t.shape, t.dtype, t.device))
+            found.extend([_look(t) for t in tensors.values()])
         stack.extend([m for m in module._modules.values() if m is not None])
     return tuple(found)
 

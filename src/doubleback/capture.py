@@ -52,7 +52,7 @@ def capture(net: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> Graph:
             "  Remedy: keep Python control flow independent of tensor values, or let the network "
             "run on autograd (strict=False)."
         ) from error
-    return _convert(program)
+    return _convert(program, net)
 
 
 def _leaf(t: Tensor) -> Tensor:
@@ -116,7 +116,7 @@ _every = getattr(exported_program, "_collect_all_valid_cia_ops", None)
 _every_of_aten = getattr(utils, "_collect_all_valid_cia_ops_for_aten_namespace", None)
 
 
-def _convert(program: torch.export.ExportedProgram) -> Graph:
+def _convert(program: torch.export.ExportedProgram, net: nn.Module) -> Graph:
     values: list[Meta | None] = []
     number: dict[tuple[torch.fx.Node, int], int] = {}
     nodes: list[Node] = []
@@ -177,7 +177,7 @@ def _convert(program: torch.export.ExportedProgram) -> Graph:
         elif fx_node.op == "get_attr":
             raise CaptureError(f"control flow {fx_node.target} cannot be swept")
     signature = program.graph_signature
-    inputs, state, constants = _read_inputs(program, signature, placeholders)
+    inputs, state, constants, attributes = _read_inputs(program, net, placeholders)
     outputs, mutations = [], {}
     results: Any = program.graph.output_node().args[0]
     for spec, result in zip(signature.output_specs, results, strict=True):
@@ -193,15 +193,16 @@ def _convert(program: torch.export.ExportedProgram) -> Graph:
             )
     return Graph(
         tuple(nodes), tuple(values), inputs, state, constants, tuple(outputs),
-        program.call_spec.out_spec, mutations,
+        program.call_spec.out_spec, mutations, attributes,
     )  # fmt: skip
 
 
-def _read_inputs(program, signature, placeholders):
+def _read_inputs(program, net, placeholders):
     inputs: list[int | None] = []
     state: dict[str, int] = {}
     constants: dict[int, Tensor] = {}
-    for spec in signature.input_specs:
+    attributes: dict[str, int] = {}
+    for spec in program.graph_signature.input_specs:
         value = placeholders.get(spec.arg.name)
         if spec.kind is InputKind.USER_INPUT:
             inputs.append(value if isinstance(spec.arg, TensorArgument) else None)
@@ -209,9 +210,20 @@ def _read_inputs(program, signature, placeholders):
             state[inside(spec.target)] = value
         elif spec.kind is InputKind.CONSTANT_TENSOR:
             constants[value] = program.constants[spec.target]
+            if _is_attribute(net, spec.target, constants[value]):
+                attributes[inside(spec.target)] = value
         else:
             raise CaptureError(f"an input of kind {spec.kind.name} cannot be swept: {spec.target}")
-    return tuple(inputs), state, constants
+    return tuple(inputs), state, constants, attributes
+
+
+def _is_attribute(net: nn.Module, name: str, tensor: Tensor) -> bool:
+    """Whether it lies under this name in a module, where another may come to lie."""
+    owner, _, leaf = inside(name).rpartition(".")
+    try:
+        return getattr(net.get_submodule(owner), leaf) is tensor
+    except AttributeError:
+        return False
 
 
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__))

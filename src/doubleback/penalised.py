@@ -351,11 +351,11 @@ class Penalised(nn.Module):
         return program if self.debug else FlattenedProgram(program, replay)
 
     def _owners(self, graph: Graph) -> list[tuple[nn.Module, str, int, bool]]:
-        """For each parameter and buffer: its module, its name there, its value, whether written."""
+        """For each tensor of a module: that module, its name there, its value, whether written."""
         _, found = self._found_owners.get(id(graph), (graph, None))
         if found is None:
             found = []
-            for name, value in graph.state.items():
+            for name, value in {**graph.state, **graph.attributes}.items():
                 owner, _, leaf = name.rpartition(".")
                 module = self.net.get_submodule(owner)
                 found.append((module, leaf, value, name in graph.mutations))
