@@ -1,0 +1,78 @@
+"""Between forward and backward, and from call to call: what callers change, and how gradients are
+delivered."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import doubleback as db
+
+X, Y = torch.randn(6, 4, dtype=torch.float64), torch.randint(3, (6,))
+
+
+def dense(out=3) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, out)).double()
+
+
+def gradients(net) -> list:
+    found = [p.grad for p in net.parameters()]
+    net.zero_grad()
+    return found
+
+
+# ------------------------------------------------------------------------- changed in place
+
+
+def label(net, y):
+    y.fill_(0)
+
+
+def frozen(net, y):
+    with torch.no_grad():
+        net[3].weight.mul_(2)
+
+
+def statistics(net, y):
+    net[1].running_mean.add_(1)
+
+
+@pytest.mark.parametrize("change", [label, frozen, statistics])
+@pytest.mark.parametrize("after", [None, 0])
+def test_what_backward_reads_may_not_change_before(change, after):
+    net = nn.Sequential(
+        nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 3).requires_grad_(False)
+    )
+    model = db.Penalised(net.double().eval(), db.LossGradient(), flatten_after=after)
+    y = Y.clone()
+    _, penalty = model(X, y)
+    change(net, y)
+    with pytest.raises(db.StaleGraphError, match="changed in place"):
+        penalty.backward()
+
+
+@pytest.mark.parametrize("after", [None, 0])
+def test_an_output_may_change_unless_backward_reads_it(after):
+    net = dense()
+    model = db.Penalised(net, db.LossGradient(), flatten_after=after)
+    out, penalty = model(X, Y)
+    out.mul_(0.5)
+    with pytest.raises(db.StaleGraphError, match="the output"):
+        (F.cross_entropy(out, Y) + penalty).backward()
+    model = db.Penalised(net, db.OutputGradient(0), flatten_after=after)
+    found = []
+    for halve in (lambda out: out.mul_(0.5), lambda out: 0.5 * out):
+        out, penalty = model(X)
+        (F.cross_entropy(halve(out), Y) + penalty).backward()
+        found.append(gradients(net))
+    torch.testing.assert_close(*found)
+
+
+def test_statistics_that_the_call_itself_updates_are_no_change():
+    net = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 3)).double()
+    model = db.Penalised(net, db.LossGradient())
+    first, second = model(X, Y)[1], model(2 * X, Y)[1]
+    (first + second).backward()
+    assert all(p.grad is not None for p in net.parameters())
