@@ -76,3 +76,16 @@ def test_statistics_that_the_call_itself_updates_are_no_change():
     first, second = model(X, Y)[1], model(2 * X, Y)[1]
     (first + second).backward()
     assert all(p.grad is not None for p in net.parameters())
+
+
+# ------------------------------------------------------------------------------- delivered
+
+
+def test_a_tensor_in_two_places_receives_both_gradients():
+    net, noise = dense(4), torch.randn(6, 4, dtype=torch.float64, requires_grad=True)
+    model = db.Penalised(net, db.BilinearForm())
+    model(X, noise, noise)[1].backward()
+    expected, noise.grad = noise.grad, None
+    for times in (1, 2):
+        model.accumulate(X, noise, noise)
+        torch.testing.assert_close(noise.grad, times * expected)

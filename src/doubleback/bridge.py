@@ -244,9 +244,12 @@ def deliver(pairs: Sequence[tuple[Tensor, Tensor]], shared: bool) -> None:
     distributed training see the backward pass they expect. shared: the gradients' memory belongs
     to someone else (a CUDA graph), so they are copied.
     """
+    sums: dict[int, tuple[Tensor, Tensor]] = {}
+    for t, g in pairs:  # a tensor may stand in two places
+        sums[id(t)] = (t, sums[id(t)][1] + g if id(t) in sums else g)
     plain, rest = [], []
     watched = torch.distributed.is_available() and torch.distributed.is_initialized()
-    for t, g in pairs:
+    for t, g in sums.values():
         hooks = t._backward_hooks or getattr(t, "_post_accumulate_grad_hooks", None)
         alike = g.dtype == t.dtype and g.stride() == t.stride()
         (rest if watched or hooks or not t.is_leaf or not alike else plain).append((t, g))
