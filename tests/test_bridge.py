@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
 
 import doubleback as db
 
@@ -89,3 +90,14 @@ def test_a_tensor_in_two_places_receives_both_gradients():
     for times in (1, 2):
         model.accumulate(X, noise, noise)
         torch.testing.assert_close(noise.grad, times * expected)
+
+
+def test_accumulate_under_no_grad_reaches_what_lies_before_the_sweeps():
+    net = dense()
+    weight_norm(net[0])
+    model = db.Penalised(net, db.LossGradient())
+    model.accumulate(X, Y)
+    expected = gradients(net)
+    with torch.no_grad():
+        model.accumulate(X, Y)
+    torch.testing.assert_close(gradients(net), expected)
