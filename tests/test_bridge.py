@@ -101,3 +101,38 @@ def test_accumulate_under_no_grad_reaches_what_lies_before_the_sweeps():
     with torch.no_grad():
         model.accumulate(X, Y)
     torch.testing.assert_close(gradients(net), expected)
+
+
+# ------------------------------------------------------------------------ from call to call
+
+
+class Two(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 3), nn.Linear(4, 3)
+
+    def forward(self, x, z):
+        h = torch.tanh(self.a(x)) * torch.sigmoid(self.b(z))
+        return h, h.square()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"penalty": db.OutputGradient(1)}, {"output": 1}, {"wrt": (1,)}, {"debug": True}],
+    ids=lambda change: next(iter(change)),
+)
+def test_a_model_follows_its_attributes(change):
+    net, z = Two().double(), torch.randn(6, 4, dtype=torch.float64)
+    model = db.Penalised(net, db.OutputGradient(0), output=0)
+    for _ in range(4):
+        model(X, z)
+    for name, value in change.items():
+        setattr(model, name, value)
+    given = {"penalty": db.OutputGradient(0), "output": 0, **change}
+    expected = db.Penalised(net, given.pop("penalty"), **given)(X, z)[1]
+    torch.testing.assert_close(model(X, z)[1], expected)
+    with torch.no_grad():
+        net.a.weight.fill_(float("inf"))
+    if model.debug:
+        with pytest.raises(db.NonFiniteError):
+            model(X, z)

@@ -327,9 +327,10 @@ class Penalised(nn.Module):
         wanted = frozenset(v for v, t in state.items() if gradients and t.requires_grad)
         asked = tuple(call.asked) if gradients else ()
         penalised = tuple(graph.inputs[i] for i in call.penalised)
-        key = (id(graph), wanted, asked)
-        program = self._programs.get(key)
         target = choose(graph, self.output)
+        how = (self.debug, self.compile_mode, self.flatten_after, self.recompute)
+        key = (id(graph), wanted, asked, penalised, target, self.penalty, how)
+        program = self._programs.get(key)
         self.penalty.check(graph.shape(target), call.x, *call.extra)
         if program is None:
             seeding = bool(asked) and any(call.asks(i) for i in self.penalty.in_seed)
