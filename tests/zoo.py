@@ -1319,6 +1319,18 @@ class FourierOperator(nn.Module):
         return self.last(F.gelu(torch.fft.irfft(f, n=x.shape[-1]) + self.skip(x)))
 
 
+@case("spectrogram", randn(B, 8), classes=4, notes="modulus and phase of complex numbers")
+class Spectrogram(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.dense, self.head = nn.Linear(8, 8), nn.Linear(9, 4)
+
+    def forward(self, x):
+        f = torch.fft.rfft(self.dense(x))
+        g = torch.polar(f.abs().log1p(), f.angle())[:, 1:]
+        return self.head(torch.cat([f.abs(), g.imag], 1))
+
+
 @case("mixture_of_experts", randn(B, 5), classes=4)
 class Moe(nn.Module):
     """Top-2 of three experts, gates renormalised."""
