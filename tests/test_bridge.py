@@ -79,6 +79,19 @@ def test_statistics_that_the_call_itself_updates_are_no_change():
     assert all(p.grad is not None for p in net.parameters())
 
 
+def test_inputs_from_inference_mode_are_as_good_as_others():
+    net = dense()
+    model = db.Penalised(net, db.LossGradient())
+    with torch.inference_mode():
+        x, y = X.clone(), Y.clone()
+    found = []
+    for given in ((x, y), (X, Y)):
+        out, penalty = model(*given)
+        (out.square().mean() + penalty).backward()
+        found.append(gradients(net))
+    torch.testing.assert_close(*found)
+
+
 # ------------------------------------------------------------------------------- delivered
 
 
@@ -92,15 +105,18 @@ def test_a_tensor_in_two_places_receives_both_gradients():
         torch.testing.assert_close(noise.grad, times * expected)
 
 
-def test_accumulate_under_no_grad_reaches_what_lies_before_the_sweeps():
+@pytest.mark.parametrize("without", [torch.no_grad, torch.inference_mode])
+def test_accumulate_without_gradients_reaches_what_lies_before_the_sweeps(without):
     net = dense()
     weight_norm(net[0])
     model = db.Penalised(net, db.LossGradient())
     model.accumulate(X, Y)
     expected = gradients(net)
-    with torch.no_grad():
+    with without():
         model.accumulate(X, Y)
-    torch.testing.assert_close(gradients(net), expected)
+    found = gradients(net)
+    torch.testing.assert_close(found, expected)
+    assert not any(g.is_inference() for g in found)
 
 
 # ------------------------------------------------------------------------ from call to call

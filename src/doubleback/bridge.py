@@ -187,8 +187,7 @@ class Job:
         kept = plan.kept | {plan.target} if plan.needs_head_tangent else plan.kept
         found = [t for v, t in self.constants.items() if v in kept]
         found += [t for t in pytree.tree_leaves(self.extra) if isinstance(t, Tensor)]
-        found += [t for v, t in zip(plan.outputs, outputs, strict=True) if v in kept]
-        return [t for t in found if not t.is_inference()]
+        return found + [t for v, t in zip(plan.outputs, outputs, strict=True) if v in kept]
 
 
 class Bridge(torch.autograd.Function):
@@ -203,7 +202,8 @@ class Bridge(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.job, ctx.state, ctx.batch = job, state, values.shape[0]
         ctx.inputs = tensors
-        ctx.versions = [(t, t._version) for t in (*tensors, *job.read(outputs))]
+        read = (*tensors, *job.read(outputs))  # tensors made under inference_mode count no changes
+        ctx.versions = [(t, t._version) for t in read if not t.is_inference()]
         # an alias each: a saved value that became an output would keep this node alive for ever
         results = tuple(out.detach() for out in outputs)
         ctx.mark_non_differentiable(

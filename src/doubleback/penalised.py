@@ -198,9 +198,9 @@ class Penalised(nn.Module):
         plan = program.plan
         if own_loss is not None:
             own_loss.check(graph.shape(plan.target), target)
-        with _no_autocast():
-            with torch.enable_grad():  # what lies before the sweeps receives its gradient
-                prelude = run_prelude(plan, state)
+        # what lies before the sweeps receives its gradient under no_grad and inference_mode too
+        with torch.inference_mode(False), _no_autocast():
+            prelude = run_prelude(plan, state)
             values = {v: prelude[v].detach() for v in (*plan.penalised, *plan.leaves)}
             with torch.no_grad():
                 outputs, loss_value, penalty, grads, mutated = self._step(
