@@ -152,3 +152,15 @@ def test_a_model_follows_its_attributes(change):
     if model.debug:
         with pytest.raises(db.NonFiniteError):
             model(X, z)
+
+
+# ----------------------------------------------------------------------------------- corners
+
+
+def test_lazy_modules_are_to_be_called_before():
+    net = nn.Sequential(nn.LazyLinear(3), nn.Tanh())
+    model = db.Penalised(net, db.OutputGradient(0))
+    with pytest.raises(db.InputError, match="lazy"):
+        model(X.float())
+    net(X.float())
+    model(X.float())[1].backward()
