@@ -164,3 +164,27 @@ def test_lazy_modules_are_to_be_called_before():
         model(X.float())
     net(X.float())
     model(X.float())[1].backward()
+
+
+@pytest.mark.parametrize("after", [None, 0])
+def test_classes_excluded_by_infinite_logits(after):
+    """0·log 0 = 0, as in F.cross_entropy."""
+
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net, self.out = dense(), torch.tensor([False, False, True])
+
+        def forward(self, x):
+            return self.net(x).masked_fill(self.out, -float("inf"))
+
+    net, y = Masked(), Y % 2
+    model = db.Penalised(net, db.LossGradient(), flatten_after=after)
+    out, penalty = model(X, y)
+    loss = F.cross_entropy(out, y)
+    (loss + penalty).backward()
+    expected = gradients(net)
+    found = model.accumulate(X, y)
+    torch.testing.assert_close(found[1:], (loss.detach(), penalty.detach()))
+    torch.testing.assert_close(gradients(net), expected)
+    assert db.check(model, X, y).worst < 1e-10

@@ -74,8 +74,9 @@ class CrossEntropy(Loss):
         return hot if weights is None else hot * weights
 
     def values(self, out: Tensor, y: Tensor) -> Tensor:
-        target = self._targets(out, y)
-        return per_example(-target * torch.log_softmax(_wide(out), 1))
+        target, logs = self._targets(out, y), torch.log_softmax(_wide(out), 1)
+        masked = torch.isneginf(logs) & (target == 0)  # 0·log 0 = 0: logits of −∞ exclude classes
+        return per_example(-target * logs.masked_fill(masked, 0.0))
 
     def gradient(self, out: Tensor, y: Tensor) -> Tensor:
         target = self._targets(out, y)
