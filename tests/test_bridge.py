@@ -3,6 +3,8 @@ delivered."""
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -188,3 +190,19 @@ def test_classes_excluded_by_infinite_logits(after):
     torch.testing.assert_close(found[1:], (loss.detach(), penalty.detach()))
     torch.testing.assert_close(gradients(net), expected)
     assert db.check(model, X, y).worst < 1e-10
+
+
+def test_penalties_that_are_not_reduced_are_summed_on_autograd_too():
+    class Branching(nn.Sequential):
+        def forward(self, x):
+            return super().forward(x) if x.sum() < 1e9 else x
+
+    net = dense()
+    found = []
+    for each in (net, Branching(*net)):
+        model = db.Penalised(each, db.LossGradient(reduction="none"))
+        with contextlib.nullcontext() if each is net else pytest.warns(db.CaptureWarning):
+            penalty = model.accumulate(X, Y, weight=0.3)[2]
+        assert penalty.shape == (6,)
+        found.append(gradients(net))
+    torch.testing.assert_close(*found)

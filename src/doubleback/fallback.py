@@ -48,7 +48,7 @@ def accumulate_on_autograd(
         if loss is not None:
             loss.check(out.shape, target)
             value = loss.values(out, target).mean()
-        (value + weight * penalty).backward()
+        (value + weight * penalty.sum()).backward()
     found = (result, value, penalty)
     result, value, penalty = pytree.tree_map_only(Tensor, Tensor.detach, found)
     return result, value, penalty
