@@ -206,3 +206,14 @@ def test_penalties_that_are_not_reduced_are_summed_on_autograd_too():
         assert penalty.shape == (6,)
         found.append(gradients(net))
     torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize("norm", [db.SquaredNorm(), db.Norm()])
+@pytest.mark.parametrize("after", [None, 0])
+def test_an_empty_batch_adds_nothing(norm, after):
+    net = dense()
+    penalty = db.LossGradient(norm=norm, reduction="sum")
+    model = db.Penalised(net, penalty, flatten_after=after)
+    out, penalty = model(X[:0], Y[:0])
+    (out.sum() + penalty).backward()
+    assert penalty == 0 and all(not g.any() for g in gradients(net))
