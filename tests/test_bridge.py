@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
 import doubleback as db
+from doubleback.check import compare
 
 X, Y = torch.randn(6, 4, dtype=torch.float64), torch.randint(3, (6,))
 
@@ -190,6 +191,8 @@ def test_classes_excluded_by_infinite_logits(after):
     torch.testing.assert_close(found[1:], (loss.detach(), penalty.detach()))
     torch.testing.assert_close(gradients(net), expected)
     assert db.check(model, X, y).worst < 1e-10
+    agreed = {"out": (out, out), "gradient": (X, X + 1e-3)}
+    assert max(row.error for row in compare(agreed)) > 1e-4  # not measured against infinity
 
 
 def test_penalties_that_are_not_reduced_are_summed_on_autograd_too():

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.utils import _pytree as pytree
 
 from .errors import InputError, OutputChoiceError
@@ -196,7 +196,7 @@ PLAIN = frozenset((bool, int, float, str, FunctionType, BuiltinFunctionType, Met
 
 
 def _look(t: Tensor | None) -> Any:
-    if isinstance(t, UninitializedTensorMixin):
+    if isinstance(t, (UninitializedParameter, UninitializedBuffer)):
         raise InputError("a lazy module of the network has no shapes yet; call net(x) once before")
     return None if t is None else (t.shape, t.dtype, t.device)
 
