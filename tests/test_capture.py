@@ -298,6 +298,14 @@ def test_backward_hooks_run_on_autograd_until_they_are_removed(register):
     torch.testing.assert_close(model(x)[1], plain)
 
 
+def test_a_model_inside_a_network_runs_on_autograd():
+    inner = db.Penalised(nn.Linear(4, 4), db.OutputGradient(0)).double()
+    net, x = Bent(lambda h: torch.sin(inner(h)[0])).double(), torch.randn(5, 4).double()
+    model = db.Penalised(net, db.OutputGradient(0))
+    with pytest.warns(db.CaptureWarning):
+        assert model(x)[1].isfinite()
+
+
 def test_shapes_that_depend_on_values_run_on_autograd():
     """A mask as an index, even a constant one."""
     kept = torch.tensor([True, False, True, True])

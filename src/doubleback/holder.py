@@ -108,7 +108,7 @@ def _refused_hooks() -> Iterator[None]:
             Tensor.register_hook = usual  # type: ignore[method-assign]
 
 
-_holding = threading.Lock()
+_holding = threading.RLock()  # a network may hold one that is captured meanwhile
 
 
 @contextmanager
