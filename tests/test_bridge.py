@@ -220,3 +220,19 @@ def test_an_empty_batch_adds_nothing(norm, after):
     out, penalty = model(X[:0], Y[:0])
     (out.sum() + penalty).backward()
     assert penalty == 0 and all(not g.any() for g in gradients(net))
+
+
+@pytest.mark.parametrize("ignored", [0, 1, 255])
+def test_an_ignored_label_may_be_a_class(ignored):
+    net, y = dense(), torch.where(torch.arange(6) % 3 == 0, ignored, 2)
+    x = X.clone().requires_grad_()
+    losses = F.cross_entropy(net(x), y, ignore_index=ignored, reduction="none")
+    (g,) = torch.autograd.grad(losses.sum(), x)
+    model = db.Penalised(net, db.LossGradient(ignore_index=ignored))
+    torch.testing.assert_close(model(X, y)[1], g.square().sum(1).mean())
+    torch.testing.assert_close(model.accumulate(X, y)[1], losses.mean())
+
+
+def test_binary_labels_may_be_truth_values():
+    model, y = db.Penalised(dense(), db.LossGradient("bce")), torch.rand(6, 3) > 0.5
+    torch.testing.assert_close(model(X, y)[1], model(X, y.double())[1])

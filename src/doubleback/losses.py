@@ -61,15 +61,16 @@ class CrossEntropy(Loss):
     def _targets(self, out: Tensor, y: Tensor) -> Tensor:
         """t_c, of the output's shape."""
         dtype, classes = _wide(out).dtype, out.shape[1]
-        if y.is_floating_point():
+        soft = y.is_floating_point()
+        if soft:
             hot = y.to(dtype)
-        else:  # an ignored label equals no class
+        else:
             axis = torch.arange(classes, device=out.device).reshape(-1, *(1,) * (out.dim() - 2))
             hot = (y.unsqueeze(1) == axis).to(dtype)
         if self.smoothing:
-            smooth = hot * (1 - self.smoothing) + self.smoothing / classes
-            counted = y.is_floating_point() or (y != self.ignore).unsqueeze(1)
-            hot = smooth * counted
+            hot = hot * (1 - self.smoothing) + self.smoothing / classes
+        if not soft and (self.smoothing or 0 <= self.ignore < classes):
+            hot = hot * (y != self.ignore).unsqueeze(1)  # other ignored labels equal no class
         weights = self._weights(out)
         return hot if weights is None else hot * weights
 
@@ -148,7 +149,8 @@ class BinaryCrossEntropy(Loss):
         )
 
     def gradient(self, out: Tensor, y: Tensor) -> Tensor:
-        return (torch.sigmoid(_wide(out)) - y).to(out.dtype)
+        s = torch.sigmoid(_wide(out))
+        return (s - y.to(s.dtype)).to(out.dtype)
 
     def hessian(self, out: Tensor, y: Tensor, h: Tensor) -> Tensor:
         s = torch.sigmoid(_wide(out))
