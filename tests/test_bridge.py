@@ -236,3 +236,31 @@ def test_an_ignored_label_may_be_a_class(ignored):
 def test_binary_labels_may_be_truth_values():
     model, y = db.Penalised(dense(), db.LossGradient("bce")), torch.rand(6, 3) > 0.5
     torch.testing.assert_close(model(X, y)[1], model(X, y.double())[1])
+
+
+class Record:
+    """No type that PyTorch can take apart."""
+
+    def __init__(self, logits):
+        self.logits = logits
+
+
+@pytest.mark.parametrize(
+    ("pack", "output", "captured"),
+    [
+        (lambda h: {"values": h, "b": 2 * h}, "values", True),
+        (lambda h: {"a": [2 * h, h]}, ("a", 1), True),
+        (Record, "logits", False),
+        (lambda h: (Record(h), 2 * h), (0, "logits"), False),
+    ],
+)
+def test_outputs_by_name(pack, output, captured):
+    class Packing(nn.Sequential):
+        def forward(self, x):
+            return pack(super().forward(x))
+
+    net = dense()
+    model = db.Penalised(Packing(*net), db.LossGradient(), output=output)
+    with contextlib.nullcontext() if captured else pytest.warns(db.CaptureWarning):
+        penalty = model(X, Y)[1]
+    torch.testing.assert_close(penalty, db.Penalised(net, db.LossGradient())(X, Y)[1])

@@ -273,12 +273,18 @@ def pick(outputs: Sequence[Any], spec: Any, choice: Any) -> int:
             f"the network returns {len(tensors)} tensors; choose the penalised one with output= "
             "(an index, a key, or a path such as ('head', 0))"
         )
-    tree = pytree.tree_unflatten(list(range(len(outputs))), spec)
+    found = follow(pytree.tree_unflatten(list(range(len(outputs))), spec), choice)
+    if not isinstance(found, int) or found not in tensors:
+        raise OutputChoiceError(f"output={choice!r} is not one tensor of the network's result")
+    return found
+
+
+def follow(tree: Any, choice: Any) -> Any:
+    """What lies under an index, a key, the name of a field, or a path of them."""
     for key in choice if isinstance(choice, tuple) else (choice,):
+        field = isinstance(key, str) and not isinstance(tree, Mapping) and hasattr(tree, key)
         try:
-            tree = getattr(tree, key) if isinstance(key, str) and hasattr(tree, key) else tree[key]
+            tree = getattr(tree, key) if field else tree[key]
         except (KeyError, IndexError, TypeError) as error:
             raise OutputChoiceError(f"output={choice!r} does not exist: {error!r}") from error
-    if not isinstance(tree, int) or tree not in tensors:
-        raise OutputChoiceError(f"output={choice!r} is not one tensor of the network's result")
     return tree
