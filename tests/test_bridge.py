@@ -157,6 +157,50 @@ def test_a_model_follows_its_attributes(change):
             model(X, z)
 
 
+SCALE = 1.0
+
+
+class Sharpened(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = 1.0
+
+    def forward(self, out, y):
+        return F.cross_entropy(out * self.scale, y, reduction="none")
+
+
+def captured(state):
+    return lambda out, y: F.cross_entropy(out * state["scale"], y, reduction="none")
+
+
+def by_global(out, y):
+    return F.cross_entropy(out * SCALE, y, reduction="none")
+
+
+def ways():
+    """By name: how the scale is set, and a loss that reads it."""
+    state, module, other = {"scale": 1.0}, Sharpened(), Sharpened()
+    yield "captured", lambda scale: state.update(scale=scale), captured(state)
+    yield "module", lambda scale: setattr(module, "scale", scale), module
+    yield "method", lambda scale: setattr(other, "scale", scale), other.forward
+    yield "global", lambda scale: globals().update(SCALE=scale), by_global
+
+
+@pytest.mark.parametrize(("change", "loss"), [pytest.param(*w[1:], id=w[0]) for w in ways()])
+def test_numbers_that_a_loss_reads_may_change(change, loss):
+    net = dense()
+    models = [db.Penalised(net, db.LossGradient(loss)), db.Penalised(net, db.OutputGradient(0))]
+    for scale in (1.0, 2.0, 3.0):
+        change(scale)
+        x = X.clone().requires_grad_()
+        expected = F.cross_entropy(net(x) * scale, Y, reduction="none")
+        (g,) = torch.autograd.grad(expected.sum(), x, retain_graph=True)
+        for _ in range(4):
+            torch.testing.assert_close(models[0](X, Y)[1], g.square().sum(1).mean())
+            for model, own in zip(models, ({}, {"loss": loss}), strict=True):
+                torch.testing.assert_close(model.accumulate(X, Y, **own)[1], expected.mean())
+
+
 # ----------------------------------------------------------------------------------- corners
 
 

@@ -25,6 +25,7 @@ from .calls import (
     take_apart,
 )
 from .captures import Captures
+from .closures import held_by, numbers
 from .cuda_graphs import GraphedStep
 from .errors import CaptureWarning, InputError
 from .explain import Explanation, explain, explain_jacobian, with_iterations
@@ -298,6 +299,7 @@ class Penalised(nn.Module):
         if inspect.isfunction(loss):
             captured = loss.__closure__ or loss.__defaults__ or loss.__kwdefaults__
             key = id(loss) if captured else loss.__code__
+        key = (key, *numbers(loss))
         found = self._losses.get(key)
         if found is None:
             found = make_loss(loss)
@@ -330,6 +332,7 @@ class Penalised(nn.Module):
         target = choose(graph, self.output)
         how = (self.debug, self.compile_mode, self.flatten_after, self.recompute)
         key = (id(graph), wanted, asked, penalised, target, self.penalty, how)
+        key += held_by(self.penalty)
         program = self._programs.get(key)
         self.penalty.check(graph.shape(target), call.x, *call.extra)
         if program is None:
