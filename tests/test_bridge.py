@@ -277,6 +277,21 @@ def test_an_ignored_label_may_be_a_class(ignored):
     torch.testing.assert_close(model.accumulate(X, y)[1], losses.mean())
 
 
+def test_class_weights_are_flattened_with_the_rest():
+    weights, net = torch.rand(3), dense()
+    penalty = db.LossGradient(class_weights=weights)
+    models = [db.Penalised(net, penalty, flatten_after=after) for after in (None, 0)]
+    for factor in (1.0, 2.0):
+        weights.mul_(factor)
+        found = []
+        for model in models:
+            model(X, Y)[1].backward()
+            found.append(gradients(net))
+        torch.testing.assert_close(*found)
+    (program,) = models[1]._programs.values()
+    assert program.replay.ready
+
+
 def test_binary_labels_may_be_truth_values():
     model, y = db.Penalised(dense(), db.LossGradient("bce")), torch.rand(6, 3) > 0.5
     torch.testing.assert_close(model(X, y)[1], model(X, y.double())[1])

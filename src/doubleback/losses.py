@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .errors import InputError, LabelError
-from .spaces import per_example
+from .spaces import Space, per_example
 
 GPU_CHECKS = 8  # batches of labels whose range is checked on a GPU
 
@@ -55,7 +55,7 @@ class CrossEntropy(Loss):
     def _weights(self, out: Tensor) -> Tensor | None:
         if self.weights is None:
             return None
-        w = self.weights.to(device=out.device, dtype=_wide(out).dtype)
+        w = Space.constant(self.weights, like=_wide(out))
         return w.reshape(-1, *(1,) * (out.dim() - 2))
 
     def _targets(self, out: Tensor, y: Tensor) -> Tensor:
