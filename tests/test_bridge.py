@@ -277,6 +277,26 @@ def test_an_ignored_label_may_be_a_class(ignored):
     torch.testing.assert_close(model.accumulate(X, y)[1], losses.mean())
 
 
+def test_parameters_of_a_loss_are_refused_unless_they_are_its_arguments():
+    net, scale = dense(), torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
+
+    def scaled(out, given):
+        y, by = given
+        return F.cross_entropy(out * by, y, reduction="none")
+
+    hidden = db.Penalised(net, db.LossGradient(lambda out, y: scaled(out, (y, scale))))
+    with pytest.raises(db.InputError, match="requires grad and is none of its arguments"):
+        hidden(X, Y)
+    bent = db.Penalised(net, db.Custom(lambda out: out * scale))
+    with pytest.raises(db.InputError, match="v depends on a tensor"):
+        bent(X)[1].backward()
+    x = X.clone().requires_grad_()
+    (g,) = torch.autograd.grad(scaled(net(x), (Y, scale)).sum(), x, create_graph=True)
+    (expected,) = torch.autograd.grad(g.square().sum(1).mean(), scale)
+    db.Penalised(net, db.LossGradient(scaled))(X, (Y, scale))[1].backward()
+    torch.testing.assert_close(scale.grad, expected)
+
+
 def test_class_weights_are_flattened_with_the_rest():
     weights, net = torch.rand(3), dense()
     penalty = db.LossGradient(class_weights=weights)

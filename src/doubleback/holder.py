@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -73,11 +73,7 @@ def _assignments(net: nn.Module) -> Iterator[None]:
 def _refuse_functions(result: Any) -> None:
     """No `autograd.Function` among what the result depends on: its backward is Python code, which
     no operator of the graph tells."""
-    leaves = [t for t in pytree.tree_leaves(result) if isinstance(t, Tensor)]
-    stack = [t.grad_fn for t in leaves if t.grad_fn is not None]
-    seen = set(stack)
-    while stack:
-        node = stack.pop()
+    for node in behind(t for t in pytree.tree_leaves(result) if isinstance(t, Tensor)):
         own = type(node).__name__.startswith("GeneratedBackwardFor_")  # of a custom operator
         if isinstance(node, BackwardCFunction) and not own:
             name = type(node).__name__.removesuffix("Backward")
@@ -85,6 +81,15 @@ def _refuse_functions(result: Any) -> None:
                 f"the autograd.Function {name} has a backward of its own, which is not captured; "
                 "torch.library.custom_op and register_autograd make it an operator that is"
             )
+
+
+def behind(tensors: Iterable[Tensor]) -> Iterator[Any]:
+    """Every node of autograd's graph that these tensors come from."""
+    stack = [t.grad_fn for t in tensors if t.grad_fn is not None]
+    seen = set(stack)
+    while stack:
+        node = stack.pop()
+        yield node
         new = {parent for parent, _ in node.next_functions if parent is not None} - seen
         seen |= new
         stack.extend(new)

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .errors import InputError, LabelError
+from .holder import behind
 from .spaces import Space, per_example
 
 GPU_CHECKS = 8  # batches of labels whose range is checked on a GPU
@@ -180,6 +181,7 @@ class CallableLoss(Loss):
         with torch.enable_grad():
             leaf = out if out.requires_grad else out.detach().requires_grad_()
             values = self.values(leaf, y)
+            refuse_others("the loss", values, leaf)
             create = out.requires_grad
             return torch.autograd.grad(values.sum(), leaf, create_graph=create)[0]
 
@@ -193,6 +195,19 @@ class CallableLoss(Loss):
 
     def check(self, out_shape: Sequence[int], y: Any) -> None:
         return None
+
+
+def refuse_others(what: str, result: Tensor, *own: Tensor) -> None:
+    """Raise where a caller's function depends on a tensor besides its arguments that requires grad:
+    the sweeps, which know its arguments alone, would give it none."""
+    for node in behind([result]):
+        leaf = getattr(node, "variable", None)
+        if leaf is not None and not any(leaf is t for t in own):
+            raise InputError(
+                f"{what} depends on a tensor of shape {tuple(leaf.shape)} that requires grad and "
+                "is none of its arguments, so that it would receive no gradient; pass it in the "
+                "call (with the target, as a tuple), or detach it"
+            )
 
 
 def make_loss(
