@@ -271,10 +271,12 @@ def assert_on_autograd(net, x, match):
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.parametrize("trained", [False, True])
 @pytest.mark.parametrize("bend, match", [(Reverse.apply, "Reverse"), (doubled, "register_hook")])
-def test_backward_passes_of_their_own_run_on_autograd(bend, match):
-    x = torch.randn(5, 4, dtype=torch.float64)
-    assert_on_autograd(Bent(bend).double(), x, match)
+def test_backward_passes_of_their_own_run_on_autograd(bend, match, trained):
+    net, x = Bent(bend).double(), torch.randn(5, 4, dtype=torch.float64)
+    net.first.requires_grad_(trained)
+    assert_on_autograd(net, x, match)
 
 
 def test_a_function_is_seen_under_inference_mode():
