@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import random
 import threading
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -148,6 +151,37 @@ def test_hooks_and_buffers_that_come_later_are_seen(change, counted):
     assert values[0] != values[1] and len(counted) == 2
 
 
+def test_a_replaced_module_is_seen_wherever_it_lies():
+    """The new module may get the place in memory that the old one had."""
+    net, x = nn.Sequential(nn.Linear(4, 3), nn.ReLU()).double(), torch.randn(5, 4).double()
+    model = db.Penalised(net, db.OutputGradient(0))
+    for activation in (nn.Tanh, nn.Sigmoid, nn.SiLU, nn.Tanh, nn.ELU) * 2:
+        net[1] = nn.Identity()
+        net[1] = activation()
+        torch.testing.assert_close(model(x)[0], net(x))
+
+
+def test_functions_and_tensors_of_modules_are_read_anew(counted):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.dense, self.bend, self.mask = nn.Linear(4, 3), torch.sin, torch.rand(3).double()
+
+        def forward(self, x):
+            return self.bend(self.dense(x)) * self.mask
+
+    net, x = Net().double(), torch.randn(5, 4).double()
+    model = db.Penalised(net, db.OutputGradient(0))
+    for bend, shape in ((torch.sin, 3), (torch.tanh, 3), (torch.tanh, (5, 3)), (torch.tanh, 3)):
+        net.bend = bend
+        for _ in range(4):
+            net.mask = torch.rand(shape).double()
+            torch.testing.assert_close(model(x)[0], net(x))
+    assert len(counted) == 3
+    net.dense.forward = lambda x: x[:, :3]
+    torch.testing.assert_close(model(x)[0], net(x))
+
+
 def test_a_network_that_counts_its_calls_is_captured_once(counted):
     net, x = Warm(), torch.randn(5, 4)
     model = db.Penalised(net, db.OutputGradient(0))
@@ -186,3 +220,161 @@ def test_scripted_modules_run_on_autograd():
     with pytest.warns(db.CaptureWarning):
         found = db.Penalised(torch.jit.script(net), db.OutputGradient(0))(x)[1]
     torch.testing.assert_close(found, expected)
+
+
+# --------------------------------------------------------- gradients that no operator tells
+
+
+class Reverse(torch.autograd.Function):
+    """The identity, with its gradient reversed."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, g):
+        return -g
+
+
+class Bent(nn.Module):
+    """`bend` between two layers; nothing but the input requires grad before the second."""
+
+    def __init__(self, bend):
+        super().__init__()
+        self.first, self.second, self.bend = nn.Linear(4, 4), nn.Linear(4, 3), bend
+        self.first.requires_grad_(False)
+
+    def forward(self, x):
+        return torch.tanh(self.second(self.bend(torch.tanh(self.first(x)))))
+
+
+def doubled(h):
+    h.register_hook(lambda g: 2 * g)
+    return h
+
+
+def penalty_and_gradients(net, x):
+    """By stock autograd."""
+    x = x.clone().requires_grad_()
+    (g,) = torch.autograd.grad(net(x)[:, 0].sum(), x, create_graph=True)
+    penalty = g.square().sum(1).mean()
+    return [penalty, *torch.autograd.grad(penalty, (x, net.second.weight))]
+
+
+def assert_on_autograd(net, x, match):
+    model, y = db.Penalised(net, db.OutputGradient(0)), x.clone().requires_grad_()
+    with pytest.warns(db.CaptureWarning, match=match):
+        penalty = model(y)[1]
+    found = [penalty, *torch.autograd.grad(penalty, (y, net.second.weight))]
+    for a, b in zip(found, penalty_and_gradients(net, x), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("bend, match", [(Reverse.apply, "Reverse"), (doubled, "register_hook")])
+def test_backward_passes_of_their_own_run_on_autograd(bend, match, trained):
+    net, x = Bent(bend).double(), torch.randn(5, 4, dtype=torch.float64)
+    net.first.requires_grad_(trained)
+    assert_on_autograd(net, x, match)
+
+
+def test_a_function_is_seen_under_inference_mode():
+    model = db.Penalised(Bent(Reverse.apply), db.OutputGradient(0), strict=True)
+    with torch.inference_mode(), pytest.raises(db.CaptureError, match="Reverse"):
+        model(torch.randn(5, 4))
+
+
+@pytest.mark.parametrize(
+    "register", ["register_full_backward_hook", "register_full_backward_pre_hook"]
+)
+def test_backward_hooks_run_on_autograd_until_they_are_removed(register):
+    net, x = Bent(torch.sin).double(), torch.randn(5, 4, dtype=torch.float64)
+    model = db.Penalised(net, db.OutputGradient(0))
+    plain = model(x)[1]
+    handle = getattr(net.second, register)(lambda module, *g: (2 * g[0][0],))
+    assert_on_autograd(net, x, "backward hook of second")
+    with pytest.warns(db.CaptureWarning):
+        assert model(x)[1] > 2 * plain
+    handle.remove()
+    torch.testing.assert_close(model(x)[1], plain)
+
+
+def test_a_model_inside_a_network_runs_on_autograd():
+    inner = db.Penalised(nn.Linear(4, 4), db.OutputGradient(0)).double()
+    net, x = Bent(lambda h: torch.sin(inner(h)[0])).double(), torch.randn(5, 4).double()
+    model = db.Penalised(net, db.OutputGradient(0))
+    with pytest.warns(db.CaptureWarning):
+        assert model(x)[1].isfinite()
+
+
+def test_shapes_that_depend_on_values_run_on_autograd():
+    """A mask as an index, even a constant one."""
+    kept = torch.tensor([True, False, True, True])
+    net, x = Bent(lambda h: h * h[:, kept].sum(1, True)).double(), torch.randn(5, 4).double()
+    assert_on_autograd(net, x, "the shape of what aten.index.Tensor yields")
+
+
+# ------------------------------------------------------------------------ draws outside torch
+
+
+@pytest.mark.parametrize("draw", [random.random, np.random.rand])
+def test_draws_outside_torch_run_on_autograd_and_from_the_same_seed(draw):
+    net, x = Bent(lambda h: draw() * h).double(), torch.randn(5, 4).double()
+    model = db.Penalised(net, db.OutputGradient(0))
+
+    def seeded(run):
+        random.seed(0), np.random.seed(0)
+        return torch.stack([run(x) for _ in range(3)])
+
+    with pytest.warns(db.CaptureWarning, match="draws from"):
+        found = seeded(lambda x: model(x)[0])
+    torch.testing.assert_close(found, seeded(net))
+    assert not torch.equal(found[0], found[1])
+
+
+# ------------------------------------------------------------------- tensors that are assigned
+
+
+class Assigning(nn.Module):
+    """A running mean by assignment, features for later, and a mask made once."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = nn.Linear(4, 3)
+        self.register_buffer("mean", torch.zeros(3))
+        self.register_buffer("mask", None, persistent=False)
+
+    def forward(self, x):
+        self.features = self.dense(x)
+        self.mean = 0.9 * self.mean + 0.1 * self.features.mean(0).detach()
+        if self.mask is None:
+            self.mask = torch.arange(3, dtype=x.dtype, device=x.device).cos()
+        return torch.tanh(self.features - self.mean) * self.mask
+
+
+def test_assigned_buffers_are_updated_and_no_tensor_without_numbers_stays_behind():
+    net, x = Assigning().double(), torch.randn(5, 4, dtype=torch.float64)
+    twin = copy.deepcopy(net)
+    model = db.Penalised(net, db.OutputGradient(0), strict=True)
+    for _ in range(4):
+        torch.testing.assert_close(model(x)[0], twin(x))
+        torch.testing.assert_close(net.mean, twin.mean)
+    assert net.mask is None and not hasattr(net, "features")
+    torch.testing.assert_close(net(x), twin(x))
+
+
+def test_a_buffer_that_grows_runs_on_autograd():
+    class Growing(Bent):
+        def __init__(self):
+            super().__init__(lambda h: h * self.seen.shape[0])
+            self.register_buffer("seen", torch.zeros(1))
+
+        def forward(self, x):
+            self.seen = torch.zeros(self.seen.shape[0] + 1)
+            return super().forward(x)
+
+    net, x = Growing().double(), torch.randn(5, 4, dtype=torch.float64)
+    with pytest.warns(db.CaptureWarning, match="shape or the dtype of its buffer 'seen'"):
+        db.Penalised(net, db.OutputGradient(0))(x)
+    assert net.seen.shape == (2,)

@@ -755,6 +755,9 @@ add("rnn_relu_deep", lambda: Recurrent(nn.RNN, nonlinearity="relu", num_layers=2
     classes=4)  # fmt: skip
 add("lstm_bidirectional_deep", lambda: Recurrent(nn.LSTM, bidirectional=True, num_layers=2),
     randn(2, 3, 4), classes=4)  # fmt: skip
+add("lstm_dropout", lambda: Recurrent(nn.LSTM, bidirectional=True, num_layers=3, dropout=0.4),
+    randn(2, 3, 4), classes=4)  # fmt: skip
+add("gru_dropout", lambda: Recurrent(nn.GRU, num_layers=2, dropout=0.4), randn(B, 4, 4), classes=4)
 
 
 @case("gru_cell_loop", randn(B, 4, 4), classes=4)
@@ -1314,6 +1317,18 @@ class FourierOperator(nn.Module):
         f = torch.fft.rfft(x)[..., :3]
         f = torch.einsum("bim,iom->bom", f, torch.complex(self.real, self.imag))
         return self.last(F.gelu(torch.fft.irfft(f, n=x.shape[-1]) + self.skip(x)))
+
+
+@case("spectrogram", randn(B, 8), classes=4, notes="modulus and phase of complex numbers")
+class Spectrogram(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.dense, self.head = nn.Linear(8, 8), nn.Linear(9, 4)
+
+    def forward(self, x):
+        f = torch.fft.rfft(self.dense(x))
+        g = torch.polar(f.abs().log1p(), f.angle())[:, 1:]
+        return self.head(torch.cat([f.abs(), g.imag], 1))
 
 
 @case("mixture_of_experts", randn(B, 5), classes=4)

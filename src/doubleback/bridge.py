@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from . import sweeps
 from .errors import StaleGraphError, ThirdDerivativeError
@@ -179,6 +180,15 @@ class Job:
         named = dict(zip((*plan.penalised, *plan.effective), tensors, strict=False))
         return {**named, **self.constants}
 
+    def read(self, outputs: Sequence[Tensor]) -> list[Tensor]:
+        """What the last two sweeps read of the constants, the penalty's arguments and the
+        outputs, which callers can change in place."""
+        plan = self.program.plan
+        kept = plan.kept | {plan.target} if plan.needs_head_tangent else plan.kept
+        found = [t for v, t in self.constants.items() if v in kept]
+        found += [t for t in pytree.tree_leaves(self.extra) if isinstance(t, Tensor)]
+        return found + [t for v, t in zip(plan.outputs, outputs, strict=True) if v in kept]
+
 
 class Bridge(torch.autograd.Function):
     """(x…, effective parameters…, the penalty's own tensors…) ↦ (outputs…, penalty)."""
@@ -192,7 +202,8 @@ class Bridge(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.job, ctx.state, ctx.batch = job, state, values.shape[0]
         ctx.inputs = tensors
-        ctx.versions = [t._version for t in tensors]
+        read = (*tensors, *job.read(outputs))  # tensors made under inference_mode count no changes
+        ctx.versions = [(t, t._version) for t in read if not t.is_inference()]
         # an alias each: a saved value that became an output would keep this node alive for ever
         results = tuple(out.detach() for out in outputs)
         ctx.mark_non_differentiable(
@@ -207,8 +218,10 @@ class Bridge(torch.autograd.Function):
                 "backward a second time: the sweeps' values were freed; pass retain_graph=True "
                 "to the first backward"
             )
-        _check_versions(ctx)
+        _check_versions(ctx.versions)
         keep = _keeps_graph()
+        if not keep:
+            ctx.versions = None
         program: Program = ctx.job.program
         *outputs, penalty = grads
         with torch.no_grad(), _no_autocast():
@@ -231,9 +244,12 @@ def deliver(pairs: Sequence[tuple[Tensor, Tensor]], shared: bool) -> None:
     distributed training see the backward pass they expect. shared: the gradients' memory belongs
     to someone else (a CUDA graph), so they are copied.
     """
+    sums: dict[int, tuple[Tensor, Tensor]] = {}
+    for t, g in pairs:  # a tensor may stand in two places
+        sums[id(t)] = (t, sums[id(t)][1] + g if id(t) in sums else g)
     plain, rest = [], []
     watched = torch.distributed.is_available() and torch.distributed.is_initialized()
-    for t, g in pairs:
+    for t, g in sums.values():
         hooks = t._backward_hooks or getattr(t, "_post_accumulate_grad_hooks", None)
         alike = g.dtype == t.dtype and g.stride() == t.stride()
         (rest if watched or hooks or not t.is_leaf or not alike else plain).append((t, g))
@@ -269,12 +285,13 @@ def _no_autocast() -> AbstractContextManager:
     return nullcontext()
 
 
-def _check_versions(ctx: Any) -> None:
-    for tensor, version in zip(ctx.inputs, ctx.versions, strict=True):
+def _check_versions(versions: Sequence[tuple[Tensor, int]]) -> None:
+    for tensor, version in versions:
         if tensor._version != version:
             raise StaleGraphError(
-                f"a tensor of shape {tuple(tensor.shape)} that the forward sweep read was changed "
-                "in place before backward (an optimiser step in between?); run forward again"
+                f"a tensor of shape {tuple(tensor.shape)} that the backward pass reads (an input, "
+                "a label, a parameter, a buffer or the output) was changed in place before it (an "
+                "optimiser step in between?); change a copy, or run forward again"
             )
 
 

@@ -7,10 +7,12 @@ import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.utils import _pytree as pytree
 
 from .errors import InputError, OutputChoiceError
@@ -190,23 +192,31 @@ def remember(cache: dict, key: Any, item: Any) -> None:
     cache[key] = item
 
 
-PLAIN = frozenset((bool, int, float, str))
+PLAIN = frozenset((bool, int, float, str, FunctionType, BuiltinFunctionType, MethodType))
+
+
+def _look(t: Tensor | None) -> Any:
+    if isinstance(t, (UninitializedParameter, UninitializedBuffer)):
+        raise InputError("a lazy module of the network has no shapes yet; call net(x) once before")
+    return None if t is None else (t.shape, t.dtype, t.device)
 
 
 def _fingerprint(net: nn.Module, attributes: bool) -> tuple:
     """Which modules the network is made of, their modes, hooks and plain attributes, and what
-    their parameters and buffers look like."""
+    their tensors look like."""
     found: list[Any] = []
     stack = [net]
     while stack:
         module = stack.pop()
         found.append((id(module), module.training, *module._forward_hooks, None))
         found.extend(module._forward_pre_hooks)
+        found.extend((*module._backward_pre_hooks, *module._backward_hooks))
         if attributes:
-            found.append(tuple([v for v in module.__dict__.values() if type(v) in PLAIN]))
+            values = module.__dict__.values()
+            found.append(tuple([v for v in values if type(v) in PLAIN]))
+            found.extend([_look(v) for v in values if type(v) is Tensor])
         for tensors in (module._parameters, module._buffers):
-            for t in tensors.values():
-                found.append(None if t is None else (t.shape, t.dtype, t.device))
+            found.extend([_look(t) for t in tensors.values()])
         stack.extend([m for m in module._modules.values() if m is not None])
     return tuple(found)
 
@@ -284,12 +294,18 @@ def pick(outputs: Sequence[Any], spec: Any, choice: Any) -> int:
             f"the network returns {len(tensors)} tensors; choose the penalised one with output= "
             "(an index, a key, or a path such as ('head', 0))"
         )
-    tree = pytree.tree_unflatten(list(range(len(outputs))), spec)
+    found = follow(pytree.tree_unflatten(list(range(len(outputs))), spec), choice)
+    if not isinstance(found, int) or found not in tensors:
+        raise OutputChoiceError(f"output={choice!r} is not one tensor of the network's result")
+    return found
+
+
+def follow(tree: Any, choice: Any) -> Any:
+    """What lies under an index, a key, the name of a field, or a path of them."""
     for key in choice if isinstance(choice, tuple) else (choice,):
+        field = isinstance(key, str) and not isinstance(tree, Mapping) and hasattr(tree, key)
         try:
-            tree = getattr(tree, key) if isinstance(key, str) and hasattr(tree, key) else tree[key]
+            tree = getattr(tree, key) if field else tree[key]
         except (KeyError, IndexError, TypeError) as error:
             raise OutputChoiceError(f"output={choice!r} does not exist: {error!r}") from error
-    if not isinstance(tree, int) or tree not in tensors:
-        raise OutputChoiceError(f"output={choice!r} is not one tensor of the network's result")
     return tree

@@ -17,30 +17,18 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch._decomp
 from torch import Tensor, nn
 from torch._export import utils
 from torch.export import exported_program
 from torch.export.graph_signature import InputKind, OutputKind, TensorArgument
 from torch.utils import _pytree as pytree
 
+from .decompositions import CALLED, RECURRENT, decompositions, stop_gradient
 from .errors import CaptureError
 from .graph import Graph, Meta, Node, Ref, refs
+from .holder import Holder, inside
 
 aten = torch.ops.aten
-
-_library = torch.library.Library("doubleback", "FRAGMENT")
-_library.define("stop_gradient(Tensor x) -> Tensor")
-_library.impl("stop_gradient", lambda x: x.clone(), "CompositeExplicitAutograd")
-stop_gradient = torch.ops.doubleback.stop_gradient.default
-
-
-def _stop_gradient_under_autograd(x: Tensor) -> Tensor:
-    with torch._C._AutoDispatchBelowAutograd():
-        return stop_gradient(x)
-
-
-_library.impl("stop_gradient", _stop_gradient_under_autograd, "Autograd")
 
 
 def capture(net: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> Graph:
@@ -48,13 +36,13 @@ def capture(net: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> Graph:
 
     Nothing in `net` changes. Raises `CaptureError` with the line of the model that stopped it.
     """
-    args, kwargs = pytree.tree_map_only(Tensor, lambda t: t.detach(), (args, dict(kwargs)))
     try:
-        with warnings.catch_warnings(), torch.enable_grad():
+        with warnings.catch_warnings(), torch.inference_mode(False), torch.enable_grad():
+            args, kwargs = pytree.tree_map_only(Tensor, _leaf, (args, dict(kwargs)))
             warnings.simplefilter("ignore")
-            program = torch.export.export(_Holder(net), args, kwargs, strict=False)
+            program = torch.export.export(Holder(net), args, kwargs, strict=False)
             _mark_stopped(program.graph_module)
-            table = _decompositions()
+            table = decompositions()
             with _keeping_few_whole(program, table):
                 program = program.run_decompositions(table)
     except Exception as error:
@@ -64,24 +52,13 @@ def capture(net: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> Graph:
             "  Remedy: keep Python control flow independent of tensor values, or let the network "
             "run on autograd (strict=False)."
         ) from error
-    return _convert(program)
+    return _convert(program, net)
 
 
-class _Holder(nn.Module):
-    """Holds the network under one name, so that no name inside it (`code`, `graph`) can clash
-    with an attribute of the exported module."""
-
-    def __init__(self, held: nn.Module) -> None:
-        super().__init__()
-        self.held = held
-        self.training = held.training
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.held(*args, **kwargs)
-
-
-def _inside(name: str) -> str:
-    return name.removeprefix("held.")
+def _leaf(t: Tensor) -> Tensor:
+    """As the network would see it under autograd: requiring grad where that is possible."""
+    t = t.clone() if t.is_inference() else t
+    return t.detach().requires_grad_(t.is_floating_point() or t.is_complex())
 
 
 def _mark_stopped(module: torch.fx.GraphModule) -> None:
@@ -105,30 +82,6 @@ def _mark_stopped(module: torch.fx.GraphModule) -> None:
         child.recompile()
 
 
-def _decompositions() -> dict:
-    """Recurrent layers become cells; attention with dropout, GLU, dropout variants and named
-    paddings become the products, activations and pads they are made of."""
-    table = torch._decomp.decomposition_table
-    chosen = {op: table[op] for op in _RECURRENT if op in table}
-    chosen[aten.scaled_dot_product_attention.default] = _attention_products
-    chosen[aten.glu.default] = _glu
-    chosen[aten.instance_norm.default] = _instance_norm
-    for name in ("feature_dropout", "alpha_dropout", "feature_alpha_dropout"):
-        chosen[getattr(aten, name).default] = _dropout_variant(name)
-    for n in (1, 2, 3):
-        chosen[getattr(aten, f"conv{n}d").padding] = _padded_convolution(n)
-    return chosen
-
-
-_RECURRENT = (aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input)
-_CALLED = {  # composite operators that our decompositions call, and PyTorch's of activations
-    aten.matmul.default, aten.softmax.int, aten._safe_softmax.default, aten.dropout.default,
-    aten.repeat_interleave.self_int, aten.chunk.default, aten.batch_norm.default,
-    aten.instance_norm.default, aten.conv1d.default, aten.conv2d.default, aten.conv3d.default,
-    aten.var.dim, aten.where.Scalar, aten.where.ScalarOther, aten.where.ScalarSelf,
-}  # fmt: skip
-
-
 @contextmanager
 def _keeping_few_whole(program: torch.export.ExportedProgram, table: dict) -> Iterator[None]:
     """`run_decompositions` keeps composite operators whole by overriding each of the thousands
@@ -143,10 +96,10 @@ def _keeping_few_whole(program: torch.export.ExportedProgram, table: dict) -> It
     }
     ours = all(op.namespace in ("aten", "doubleback") for op in operators)
     every = _every
-    if every is None or _every_of_aten is None or not ours or operators & set(_RECURRENT):
+    if every is None or _every_of_aten is None or not ours or operators & set(RECURRENT):
         yield
         return
-    thread, asked = threading.get_ident(), operators | _CALLED | set(table)
+    thread, asked = threading.get_ident(), operators | CALLED | set(table)
     few = _every_of_aten() & asked
     with _capturing:
         exported_program._collect_all_valid_cia_ops = (  # type: ignore[attr-defined]
@@ -163,101 +116,7 @@ _every = getattr(exported_program, "_collect_all_valid_cia_ops", None)
 _every_of_aten = getattr(utils, "_collect_all_valid_cia_ops_for_aten_namespace", None)
 
 
-def _glu(x, dim=-1):
-    """GLU(a, b) = a ⊙ σ(b)."""
-    a, b = x.chunk(2, dim)
-    return a * torch.sigmoid(b)
-
-
-def _instance_norm(
-    x, weight, bias, running_mean, running_var, use_input_stats, momentum, eps, cudnn_enabled
-):
-    """With running statistics: their update apart from the norm, or batch norm's eval form."""
-    if running_mean is None:
-        return NotImplemented
-    if not use_input_stats:
-        return aten.batch_norm(
-            x, weight, bias, running_mean, running_var, False, momentum, eps, cudnn_enabled
-        )
-    axes = list(range(2, x.dim()))
-    mean = stop_gradient(x.mean(axes).mean(0))
-    var = stop_gradient(x.var(axes).mean(0))
-    running_mean.copy_((1 - momentum) * running_mean + momentum * mean)
-    running_var.copy_((1 - momentum) * running_var + momentum * var)
-    return aten.instance_norm(x, weight, bias, None, None, True, momentum, eps, cudnn_enabled)
-
-
-def _dropout_variant(name: str):
-    """Dropout of whole channels, and dropout that keeps mean and variance of SELU nets."""
-
-    def decomposed(x, p, train):
-        if not train or p == 0:
-            return x.clone()
-        shape = x.shape[:2] + (1,) * (x.dim() - 2) if "feature" in name else x.shape
-        keep = torch.empty(shape, dtype=x.dtype, device=x.device).bernoulli_(1 - p)
-        if "alpha" not in name:
-            return x * (keep / (1 - p))
-        alpha = 1.7580993408473766  # λα of SELU, the value of a dropped unit
-        a = (1 / (1 - p) / (1 + p * alpha**2)) ** 0.5 if p < 1 else 0.0
-        return x * (keep * a) + ((keep - 1) * (alpha * a) + alpha * a * p)
-
-    return decomposed
-
-
-def _padded_convolution(n: int):
-    """padding='same' or 'valid': an explicit pad where it is not symmetric, then convolve."""
-
-    def decomposed(x, weight, bias=None, stride=1, padding="valid", dilation=1, groups=1):
-        def each(value):
-            items = list(value) if isinstance(value, (list, tuple)) else [value]
-            return items * n if len(items) == 1 else items
-
-        dilations = each(dilation)
-        sizes = weight.shape[2:]
-        totals = [0] * n
-        if padding == "same":
-            totals = [d * (k - 1) for k, d in zip(sizes, dilations, strict=True)]
-        extra = [total % 2 for total in totals]
-        if any(extra):
-            x = torch.constant_pad_nd(x, [e for size in reversed(extra) for e in (0, size)])
-        halves = [total // 2 for total in totals]
-        convolve = getattr(aten, f"conv{n}d").default
-        return convolve(x, weight, bias, each(stride), halves, dilations, groups)
-
-    return decomposed
-
-
-def _attention_products(
-    query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None,
-    enable_gqa=False,
-):  # fmt: skip
-    """softmax(scale·QKᵀ + mask) V as separate nodes, where the whole operator has no rule:
-    with dropout, and with a mask that carries a gradient (relative position bias)."""
-    if dropout_p == 0.0 and not (attn_mask is not None and attn_mask.requires_grad):
-        return NotImplemented
-    if enable_gqa:
-        key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
-        value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    if is_causal:
-        n, m = query.shape[-2], key.shape[-2]
-        attn_mask = torch.ones(n, m, dtype=torch.bool, device=query.device).tril()
-    # the square root on both factors, as the stock path rounds it
-    scores = (query * scale**0.5) @ (key.transpose(-2, -1) * scale**0.5)
-    if attn_mask is not None:
-        if attn_mask.dtype == torch.bool:
-            scores = scores.masked_fill(attn_mask.logical_not(), float("-inf"))
-        else:
-            scores = scores + attn_mask
-        weights = aten._safe_softmax(scores, -1)  # a row that is masked throughout gives 0
-    else:
-        weights = torch.softmax(scores, -1)
-    if dropout_p > 0.0:
-        weights = torch.dropout(weights, dropout_p, True)
-    return weights @ value
-
-
-def _convert(program: torch.export.ExportedProgram) -> Graph:
+def _convert(program: torch.export.ExportedProgram, net: nn.Module) -> Graph:
     values: list[Meta | None] = []
     number: dict[tuple[torch.fx.Node, int], int] = {}
     nodes: list[Node] = []
@@ -300,6 +159,11 @@ def _convert(program: torch.export.ExportedProgram) -> Graph:
                     f"{fx_node.target} cannot be swept: it is control flow or yields a Python "
                     f"number; stopped at {_source(fx_node)}"
                 )
+            if any(isinstance(s, torch.SymInt) for t in results if t is not None for s in t.shape):
+                raise CaptureError(
+                    f"the shape of what {fx_node.target} yields depends on the values it is given; "
+                    f"stopped at {_source(fx_node)}"
+                )
             args, kwargs = translate(fx_node.args), translate(fx_node.kwargs)
             outputs = []
             for position, part in enumerate(results):
@@ -313,12 +177,12 @@ def _convert(program: torch.export.ExportedProgram) -> Graph:
         elif fx_node.op == "get_attr":
             raise CaptureError(f"control flow {fx_node.target} cannot be swept")
     signature = program.graph_signature
-    inputs, state, constants = _read_inputs(program, signature, placeholders)
+    inputs, state, constants, attributes = _read_inputs(program, net, placeholders)
     outputs, mutations = [], {}
     results: Any = program.graph.output_node().args[0]
     for spec, result in zip(signature.output_specs, results, strict=True):
         if spec.kind is OutputKind.BUFFER_MUTATION:
-            mutations[_inside(str(spec.target))] = number[result, 0]
+            mutations[inside(str(spec.target))] = number[result, 0]
         elif spec.kind is OutputKind.USER_OUTPUT:
             is_tensor = isinstance(spec.arg, TensorArgument)
             outputs.append(number[result, 0] if is_tensor else (result,))
@@ -329,25 +193,37 @@ def _convert(program: torch.export.ExportedProgram) -> Graph:
             )
     return Graph(
         tuple(nodes), tuple(values), inputs, state, constants, tuple(outputs),
-        program.call_spec.out_spec, mutations,
+        program.call_spec.out_spec, mutations, attributes,
     )  # fmt: skip
 
 
-def _read_inputs(program, signature, placeholders):
+def _read_inputs(program, net, placeholders):
     inputs: list[int | None] = []
     state: dict[str, int] = {}
     constants: dict[int, Tensor] = {}
-    for spec in signature.input_specs:
+    attributes: dict[str, int] = {}
+    for spec in program.graph_signature.input_specs:
         value = placeholders.get(spec.arg.name)
         if spec.kind is InputKind.USER_INPUT:
             inputs.append(value if isinstance(spec.arg, TensorArgument) else None)
         elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
-            state[_inside(spec.target)] = value
+            state[inside(spec.target)] = value
         elif spec.kind is InputKind.CONSTANT_TENSOR:
             constants[value] = program.constants[spec.target]
+            if _is_attribute(net, spec.target, constants[value]):
+                attributes[inside(spec.target)] = value
         else:
             raise CaptureError(f"an input of kind {spec.kind.name} cannot be swept: {spec.target}")
-    return tuple(inputs), state, constants
+    return tuple(inputs), state, constants, attributes
+
+
+def _is_attribute(net: nn.Module, name: str, tensor: Tensor) -> bool:
+    """Whether it lies under this name in a module, where another may come to lie."""
+    owner, _, leaf = inside(name).rpartition(".")
+    try:
+        return getattr(net.get_submodule(owner), leaf) is tensor
+    except AttributeError:
+        return False
 
 
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__))
@@ -372,7 +248,7 @@ def _module(node: torch.fx.Node) -> str:
     """The innermost submodule that was running, by its name in the network."""
     stack = node.meta.get("nn_module_stack") or {}
     path = list(stack.values())[-1][0] if stack else ""
-    return "" if path == "held" else _inside(path)
+    return "" if path == "held" else inside(path)
 
 
 def _model_line(error: BaseException) -> str:

@@ -24,7 +24,8 @@ class Captures:
     """Graph, or the reason why there is none, by what it depends on."""
 
     def __init__(self) -> None:
-        self._found: dict[Any, Graph | CaptureError] = {}
+        # with the modules that the key numbers, so that no other one gets such a number
+        self._found: dict[Any, tuple[Graph | CaptureError, list[nn.Module]]] = {}
         self._attributes: dict[str, Any] = {}
         self._changes: Counter[Any] = Counter()
 
@@ -32,20 +33,21 @@ class Captures:
         key = graph_key(net, call)
         found = self._found.get(key)
         if found is not None:
-            return found
+            return found[0]
         usual = graph_key(net, call, attributes=False)
         found = self._found.get(usual)  # what could not be captured is not tried again
         if found is not None:
-            return found
+            return found[0]
+        modules = list(net.modules())
         try:
-            found = capture(net, call.args, call.kwargs)
+            graph = capture(net, call.args, call.kwargs)
         except CaptureError as error:
-            remember(self._found, usual, error)
+            remember(self._found, usual, (error, modules))
             return error
-        remember(self._found, key, found)
-        remember(self._found, graph_key(net, call), found)  # where forward counts its calls
+        remember(self._found, key, (graph, modules))
+        remember(self._found, graph_key(net, call), (graph, modules))  # forward counts its calls
         self._watch(net, usual)
-        return found
+        return graph
 
     def _watch(self, net: nn.Module, usual: Any) -> None:
         """Say once which attributes have it captured again and again."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from .calls import Arguments, pick
+from .calls import Arguments, follow, pick
 from .oracle import autograd_penalty
 from .patch.mechanism import supported
 
@@ -48,14 +48,17 @@ def accumulate_on_autograd(
         if loss is not None:
             loss.check(out.shape, target)
             value = loss.values(out, target).mean()
-        (value + weight * penalty).backward()
+        (value + weight * penalty.sum()).backward()
     found = (result, value, penalty)
     result, value, penalty = pytree.tree_map_only(Tensor, Tensor.detach, found)
     return result, value, penalty
 
 
 def _chosen(model: Penalised, result: Any) -> Tensor:
-    """The output that is penalised."""
+    """The output that is penalised, be it in a record that PyTorch cannot take apart."""
+    found = None if model.output is None else follow(result, model.output)
+    if isinstance(found, Tensor):
+        return found
     leaves, spec = pytree.tree_flatten(result)
     numbers = [i if isinstance(t, Tensor) else (t,) for i, t in enumerate(leaves)]
     return leaves[pick(numbers, spec, model.output)]

@@ -68,7 +68,8 @@ class Graph:
     inputs: value per flattened call argument (None for an argument that is no tensor);
     state: value of each parameter, buffer or constant by qualified name;
     outputs: flattened results, a value number or a constant wrapped in a 1-tuple;
-    mutations: buffer name → value that the network writes into it.
+    mutations: buffer name → value that the network writes into it;
+    attributes: those of the constants that are tensors of modules, though no buffers, by name.
     """
 
     nodes: tuple[Node, ...]
@@ -79,6 +80,7 @@ class Graph:
     outputs: tuple[Any, ...]
     out_spec: Any
     mutations: Mapping[str, int]
+    attributes: Mapping[str, int]
 
     def shape(self, value: int) -> tuple[int, ...]:
         meta = self.values[value]

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .errors import InputError, LabelError
-from .spaces import per_example
+from .holder import behind
+from .spaces import Space, per_example
 
 GPU_CHECKS = 8  # batches of labels whose range is checked on a GPU
 
@@ -55,27 +56,29 @@ class CrossEntropy(Loss):
     def _weights(self, out: Tensor) -> Tensor | None:
         if self.weights is None:
             return None
-        w = self.weights.to(device=out.device, dtype=_wide(out).dtype)
+        w = Space.constant(self.weights, like=_wide(out))
         return w.reshape(-1, *(1,) * (out.dim() - 2))
 
     def _targets(self, out: Tensor, y: Tensor) -> Tensor:
         """t_c, of the output's shape."""
         dtype, classes = _wide(out).dtype, out.shape[1]
-        if y.is_floating_point():
+        soft = y.is_floating_point()
+        if soft:
             hot = y.to(dtype)
-        else:  # an ignored label equals no class
+        else:
             axis = torch.arange(classes, device=out.device).reshape(-1, *(1,) * (out.dim() - 2))
             hot = (y.unsqueeze(1) == axis).to(dtype)
         if self.smoothing:
-            smooth = hot * (1 - self.smoothing) + self.smoothing / classes
-            counted = y.is_floating_point() or (y != self.ignore).unsqueeze(1)
-            hot = smooth * counted
+            hot = hot * (1 - self.smoothing) + self.smoothing / classes
+        if not soft and (self.smoothing or 0 <= self.ignore < classes):
+            hot = hot * (y != self.ignore).unsqueeze(1)  # other ignored labels equal no class
         weights = self._weights(out)
         return hot if weights is None else hot * weights
 
     def values(self, out: Tensor, y: Tensor) -> Tensor:
-        target = self._targets(out, y)
-        return per_example(-target * torch.log_softmax(_wide(out), 1))
+        target, logs = self._targets(out, y), torch.log_softmax(_wide(out), 1)
+        masked = torch.isneginf(logs) & (target == 0)  # 0·log 0 = 0: logits of −∞ exclude classes
+        return per_example(-target * logs.masked_fill(masked, 0.0))
 
     def gradient(self, out: Tensor, y: Tensor) -> Tensor:
         target = self._targets(out, y)
@@ -147,7 +150,8 @@ class BinaryCrossEntropy(Loss):
         )
 
     def gradient(self, out: Tensor, y: Tensor) -> Tensor:
-        return (torch.sigmoid(_wide(out)) - y).to(out.dtype)
+        s = torch.sigmoid(_wide(out))
+        return (s - y.to(s.dtype)).to(out.dtype)
 
     def hessian(self, out: Tensor, y: Tensor, h: Tensor) -> Tensor:
         s = torch.sigmoid(_wide(out))
@@ -177,6 +181,7 @@ class CallableLoss(Loss):
         with torch.enable_grad():
             leaf = out if out.requires_grad else out.detach().requires_grad_()
             values = self.values(leaf, y)
+            refuse_others("the loss", values, leaf)
             create = out.requires_grad
             return torch.autograd.grad(values.sum(), leaf, create_graph=create)[0]
 
@@ -190,6 +195,19 @@ class CallableLoss(Loss):
 
     def check(self, out_shape: Sequence[int], y: Any) -> None:
         return None
+
+
+def refuse_others(what: str, result: Tensor, *own: Tensor) -> None:
+    """Raise where a caller's function depends on a tensor besides its arguments that requires grad:
+    the sweeps, which know its arguments alone, would give it none."""
+    for node in behind([result]):
+        leaf = getattr(node, "variable", None)
+        if leaf is not None and not any(leaf is t for t in own):
+            raise InputError(
+                f"{what} depends on a tensor of shape {tuple(leaf.shape)} that requires grad and "
+                "is none of its arguments, so that it would receive no gradient; pass it in the "
+                "call (with the target, as a tuple), or detach it"
+            )
 
 
 def make_loss(

@@ -26,6 +26,7 @@ from .calls import (
     take_apart,
 )
 from .captures import Captures
+from .closures import held_by, numbers
 from .cuda_graphs import GraphedStep
 from .errors import CaptureWarning, InputError
 from .explain import Explanation, explain, explain_jacobian, with_iterations
@@ -199,7 +200,8 @@ class Penalised(nn.Module):
         plan = program.plan
         if own_loss is not None:
             own_loss.check(graph.shape(plan.target), target)
-        with _no_autocast():
+        # what lies before the sweeps receives its gradient under no_grad and inference_mode too
+        with torch.inference_mode(False), _no_autocast():
             prelude = run_prelude(plan, state)
             values = {v: prelude[v].detach() for v in (*plan.penalised, *plan.leaves)}
             with torch.no_grad():
@@ -298,6 +300,7 @@ class Penalised(nn.Module):
         if inspect.isfunction(loss):
             captured = loss.__closure__ or loss.__defaults__ or loss.__kwdefaults__
             key = id(loss) if captured else loss.__code__
+        key = (key, *numbers(loss))
         found = self._losses.get(key)
         if found is None:
             found = make_loss(loss)
@@ -328,9 +331,11 @@ class Penalised(nn.Module):
         wanted = frozenset(v for v, t in state.items() if gradients and t.requires_grad)
         asked = tuple(call.asked) if gradients else ()
         penalised = tuple(graph.inputs[i] for i in call.penalised)
-        key = (id(graph), wanted, asked)
-        program = self._programs.get(key)
         target = choose(graph, self.output)
+        how = (self.debug, self.compile_mode, self.flatten_after, self.recompute)
+        key = (id(graph), wanted, asked, penalised, target, self.penalty, how)
+        key += held_by(self.penalty)
+        program = self._programs.get(key)
         self.penalty.check(graph.shape(target), call.x, *call.extra)
         if program is None:
             seeding = bool(asked) and any(call.asks(i) for i in self.penalty.in_seed)
@@ -353,11 +358,11 @@ class Penalised(nn.Module):
         return program if self.debug else FlattenedProgram(program, replay)
 
     def _owners(self, graph: Graph) -> list[tuple[nn.Module, str, int, bool]]:
-        """For each parameter and buffer: its module, its name there, its value, whether written."""
+        """For each tensor of a module: that module, its name there, its value, whether written."""
         _, found = self._found_owners.get(id(graph), (graph, None))
         if found is None:
             found = []
-            for name, value in graph.state.items():
+            for name, value in {**graph.state, **graph.attributes}.items():
                 owner, _, leaf = name.rpartition(".")
                 module = self.net.get_submodule(owner)
                 found.append((module, leaf, value, name in graph.mutations))

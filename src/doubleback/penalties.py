@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from .errors import InputError
-from .losses import Loss, make_loss
+from .losses import Loss, make_loss, refuse_others
 from .norms import SquaredNorm, as_norm
 from .spaces import per_example
 
@@ -50,6 +50,7 @@ class Penalty(ABC):
         with torch.enable_grad():
             leaf = out.detach().requires_grad_()
             v = self.seed(leaf, *extra)
+            refuse_others("v", v, leaf)
             if not v.requires_grad:
                 return None
             return torch.autograd.grad(v, leaf, h.to(v.dtype), allow_unused=True)[0]

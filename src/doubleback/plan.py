@@ -158,12 +158,13 @@ def make_plan(
 
 
 def _rule(graph: Graph, node: Node) -> Rule:
-    """The node's rule; complex numbers, whose adjoints conjugate, take the generic one unless
-    the operator is linear."""
+    """The node's rule; complex numbers, whose adjoints conjugate and whose |z| bends, take the
+    generic one unless the operator is linear."""
     rule = find_rule(node.op)
     metas = [graph.values[v] for v in (*node.inputs, *node.outputs)]
     is_complex = any(m is not None and m.dtype.is_complex for m in metas)
-    return GENERIC if is_complex and rule.structure.curved else rule
+    plain = rule.structure in (Structure.LINEAR, Structure.CONSTANT)
+    return GENERIC if is_complex and not plain else rule
 
 
 def _stops(rule: Rule) -> bool:

@@ -245,6 +245,11 @@ def _stop() -> Rule:
     )
 
 
+def _as_real(call: Call, q: Tensors) -> Tensor | None:
+    """Tangents may come as conjugates yet to be taken, of which there is no such view."""
+    return None if q[0] is None else torch.view_as_real(q[0].resolve_conj())
+
+
 def rules() -> Iterator[tuple[Any, Rule]]:
     same = [
         "squeeze.default", "squeeze.dim", "squeeze.dims", "unsqueeze.default",
@@ -263,7 +268,7 @@ def rules() -> Iterator[tuple[Any, Rule]]:
         "take_along_dim.default", "index_add.default", "scatter_add.default",
         "select_scatter.default", "slice_scatter.default", "index_copy.default",
         "scatter.src", "masked_scatter.default", "trace.default", "broadcast_to.default",
-        "real.default", "imag.default", "view_as_real.default",
+        "real.default", "imag.default",
         "expand_as.default", "lerp.Scalar", "fft_fft.default",
         "fft_ifft.default", "fft_rfft.default", "fft_irfft.default", "fft_fft2.default",
         "fft_ifft2.default", "fft_rfft2.default", "fft_irfft2.default", "fft_fftn.default",
@@ -282,6 +287,7 @@ def rules() -> Iterator[tuple[Any, Rule]]:
         "new_empty.default", "heaviside.default", "fill.Scalar",
     ]  # fmt: skip
     table: dict[Rule, list[str]] = {
+        linear(tangent=_as_real): ["view_as_real.default"],
         _reshape(): ["view.default", "reshape.default", "_unsafe_view.default"],
         _same_entries(): same,
         light(_permute()): ["permute.default"],

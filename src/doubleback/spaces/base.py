@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ def widened(t: Tensor) -> Tensor:
 def per_example(t: Tensor, batch_dims: int = 1) -> Tensor:
     """Sum over all but the first `batch_dims` axes, in float32 at least."""
     wide = widened(t)
-    return wide.reshape(*wide.shape[:batch_dims], -1).sum(-1)
+    return wide.reshape(*wide.shape[:batch_dims], prod(wide.shape[batch_dims:])).sum(-1)
 
 
 def safe_sqrt(square: Tensor) -> Tensor:

@@ -1,0 +1,345 @@
+"""Between forward and backward, and from call to call: what callers change, and how gradients are
+delivered."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
+
+import doubleback as db
+from doubleback.check import compare
+
+X, Y = torch.randn(6, 4, dtype=torch.float64), torch.randint(3, (6,))
+
+
+def dense(out=3) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, out)).double()
+
+
+def gradients(net) -> list:
+    found = [p.grad for p in net.parameters()]
+    net.zero_grad()
+    return found
+
+
+# ------------------------------------------------------------------------- changed in place
+
+
+def label(net, y):
+    y.fill_(0)
+
+
+def frozen(net, y):
+    with torch.no_grad():
+        net[3].weight.mul_(2)
+
+
+def statistics(net, y):
+    net[1].running_mean.add_(1)
+
+
+@pytest.mark.parametrize("change", [label, frozen, statistics])
+@pytest.mark.parametrize("after", [None, 0])
+def test_what_backward_reads_may_not_change_before(change, after):
+    net = nn.Sequential(
+        nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 3).requires_grad_(False)
+    )
+    model = db.Penalised(net.double().eval(), db.LossGradient(), flatten_after=after)
+    y = Y.clone()
+    _, penalty = model(X, y)
+    change(net, y)
+    with pytest.raises(db.StaleGraphError, match="changed in place"):
+        penalty.backward()
+
+
+@pytest.mark.parametrize("after", [None, 0])
+def test_an_output_may_change_unless_backward_reads_it(after):
+    net = dense()
+    model = db.Penalised(net, db.LossGradient(), flatten_after=after)
+    out, penalty = model(X, Y)
+    out.mul_(0.5)
+    with pytest.raises(db.StaleGraphError, match="the output"):
+        (F.cross_entropy(out, Y) + penalty).backward()
+    model = db.Penalised(net, db.OutputGradient(0), flatten_after=after)
+    found = []
+    for halve in (lambda out: out.mul_(0.5), lambda out: 0.5 * out):
+        out, penalty = model(X)
+        (F.cross_entropy(halve(out), Y) + penalty).backward()
+        found.append(gradients(net))
+    torch.testing.assert_close(*found)
+
+
+def test_statistics_that_the_call_itself_updates_are_no_change():
+    net = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 3)).double()
+    model = db.Penalised(net, db.LossGradient())
+    first, second = model(X, Y)[1], model(2 * X, Y)[1]
+    (first + second).backward()
+    assert all(p.grad is not None for p in net.parameters())
+
+
+def test_inputs_from_inference_mode_are_as_good_as_others():
+    net = dense()
+    model = db.Penalised(net, db.LossGradient())
+    with torch.inference_mode():
+        x, y = X.clone(), Y.clone()
+    found = []
+    for given in ((x, y), (X, Y)):
+        out, penalty = model(*given)
+        (out.square().mean() + penalty).backward()
+        found.append(gradients(net))
+    torch.testing.assert_close(*found)
+
+
+# ------------------------------------------------------------------------------- delivered
+
+
+def test_a_tensor_in_two_places_receives_both_gradients():
+    net, noise = dense(4), torch.randn(6, 4, dtype=torch.float64, requires_grad=True)
+    model = db.Penalised(net, db.BilinearForm())
+    model(X, noise, noise)[1].backward()
+    expected, noise.grad = noise.grad, None
+    for times in (1, 2):
+        model.accumulate(X, noise, noise)
+        torch.testing.assert_close(noise.grad, times * expected)
+
+
+@pytest.mark.parametrize("without", [torch.no_grad, torch.inference_mode])
+def test_accumulate_without_gradients_reaches_what_lies_before_the_sweeps(without):
+    net = dense()
+    weight_norm(net[0])
+    model = db.Penalised(net, db.LossGradient())
+    model.accumulate(X, Y)
+    expected = gradients(net)
+    with without():
+        model.accumulate(X, Y)
+    found = gradients(net)
+    torch.testing.assert_close(found, expected)
+    assert not any(g.is_inference() for g in found)
+
+
+# ------------------------------------------------------------------------ from call to call
+
+
+class Two(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 3), nn.Linear(4, 3)
+
+    def forward(self, x, z):
+        h = torch.tanh(self.a(x)) * torch.sigmoid(self.b(z))
+        return h, h.square()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"penalty": db.OutputGradient(1)}, {"output": 1}, {"wrt": (1,)}, {"debug": True}],
+    ids=lambda change: next(iter(change)),
+)
+def test_a_model_follows_its_attributes(change):
+    net, z = Two().double(), torch.randn(6, 4, dtype=torch.float64)
+    model = db.Penalised(net, db.OutputGradient(0), output=0)
+    for _ in range(4):
+        model(X, z)
+    for name, value in change.items():
+        setattr(model, name, value)
+    given = {"penalty": db.OutputGradient(0), "output": 0, **change}
+    expected = db.Penalised(net, given.pop("penalty"), **given)(X, z)[1]
+    torch.testing.assert_close(model(X, z)[1], expected)
+    with torch.no_grad():
+        net.a.weight.fill_(float("inf"))
+    if model.debug:
+        with pytest.raises(db.NonFiniteError):
+            model(X, z)
+
+
+SCALE = 1.0
+
+
+class Sharpened(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = 1.0
+
+    def forward(self, out, y):
+        return F.cross_entropy(out * self.scale, y, reduction="none")
+
+
+def captured(state):
+    return lambda out, y: F.cross_entropy(out * state["scale"], y, reduction="none")
+
+
+def by_global(out, y):
+    return F.cross_entropy(out * SCALE, y, reduction="none")
+
+
+def ways():
+    """By name: how the scale is set, and a loss that reads it."""
+    state, module, other = {"scale": 1.0}, Sharpened(), Sharpened()
+    yield "captured", lambda scale: state.update(scale=scale), captured(state)
+    yield "module", lambda scale: setattr(module, "scale", scale), module
+    yield "method", lambda scale: setattr(other, "scale", scale), other.forward
+    yield "global", lambda scale: globals().update(SCALE=scale), by_global
+
+
+@pytest.mark.parametrize(("change", "loss"), [pytest.param(*w[1:], id=w[0]) for w in ways()])
+def test_numbers_that_a_loss_reads_may_change(change, loss):
+    net = dense()
+    models = [db.Penalised(net, db.LossGradient(loss)), db.Penalised(net, db.OutputGradient(0))]
+    for scale in (1.0, 2.0, 3.0):
+        change(scale)
+        x = X.clone().requires_grad_()
+        expected = F.cross_entropy(net(x) * scale, Y, reduction="none")
+        (g,) = torch.autograd.grad(expected.sum(), x, retain_graph=True)
+        for _ in range(4):
+            torch.testing.assert_close(models[0](X, Y)[1], g.square().sum(1).mean())
+            for model, own in zip(models, ({}, {"loss": loss}), strict=True):
+                torch.testing.assert_close(model.accumulate(X, Y, **own)[1], expected.mean())
+
+
+# ----------------------------------------------------------------------------------- corners
+
+
+def test_lazy_modules_are_to_be_called_before():
+    net = nn.Sequential(nn.LazyLinear(3), nn.Tanh())
+    model = db.Penalised(net, db.OutputGradient(0))
+    with pytest.raises(db.InputError, match="lazy"):
+        model(X.float())
+    net(X.float())
+    model(X.float())[1].backward()
+
+
+@pytest.mark.parametrize("after", [None, 0])
+def test_classes_excluded_by_infinite_logits(after):
+    """0·log 0 = 0, as in F.cross_entropy."""
+
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net, self.out = dense(), torch.tensor([False, False, True])
+
+        def forward(self, x):
+            return self.net(x).masked_fill(self.out, -float("inf"))
+
+    net, y = Masked(), Y % 2
+    model = db.Penalised(net, db.LossGradient(), flatten_after=after)
+    out, penalty = model(X, y)
+    loss = F.cross_entropy(out, y)
+    (loss + penalty).backward()
+    expected = gradients(net)
+    found = model.accumulate(X, y)
+    torch.testing.assert_close(found[1:], (loss.detach(), penalty.detach()))
+    torch.testing.assert_close(gradients(net), expected)
+    assert db.check(model, X, y).worst < 1e-10
+    agreed = {"out": (out, out), "gradient": (X, X + 1e-3)}
+    assert max(row.error for row in compare(agreed)) > 1e-4  # not measured against infinity
+
+
+def test_penalties_that_are_not_reduced_are_summed_on_autograd_too():
+    class Branching(nn.Sequential):
+        def forward(self, x):
+            return super().forward(x) if x.sum() < 1e9 else x
+
+    net = dense()
+    found = []
+    for each in (net, Branching(*net)):
+        model = db.Penalised(each, db.LossGradient(reduction="none"))
+        with contextlib.nullcontext() if each is net else pytest.warns(db.CaptureWarning):
+            penalty = model.accumulate(X, Y, weight=0.3)[2]
+        assert penalty.shape == (6,)
+        found.append(gradients(net))
+    torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize("norm", [db.SquaredNorm(), db.Norm()])
+@pytest.mark.parametrize("after", [None, 0])
+def test_an_empty_batch_adds_nothing(norm, after):
+    net = dense()
+    penalty = db.LossGradient(norm=norm, reduction="sum")
+    model = db.Penalised(net, penalty, flatten_after=after)
+    out, penalty = model(X[:0], Y[:0])
+    (out.sum() + penalty).backward()
+    assert penalty == 0 and all(not g.any() for g in gradients(net))
+
+
+@pytest.mark.parametrize("ignored", [0, 1, 255])
+def test_an_ignored_label_may_be_a_class(ignored):
+    net, y = dense(), torch.where(torch.arange(6) % 3 == 0, ignored, 2)
+    x = X.clone().requires_grad_()
+    losses = F.cross_entropy(net(x), y, ignore_index=ignored, reduction="none")
+    (g,) = torch.autograd.grad(losses.sum(), x)
+    model = db.Penalised(net, db.LossGradient(ignore_index=ignored))
+    torch.testing.assert_close(model(X, y)[1], g.square().sum(1).mean())
+    torch.testing.assert_close(model.accumulate(X, y)[1], losses.mean())
+
+
+def test_parameters_of_a_loss_are_refused_unless_they_are_its_arguments():
+    net, scale = dense(), torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
+
+    def scaled(out, given):
+        y, by = given
+        return F.cross_entropy(out * by, y, reduction="none")
+
+    hidden = db.Penalised(net, db.LossGradient(lambda out, y: scaled(out, (y, scale))))
+    with pytest.raises(db.InputError, match="requires grad and is none of its arguments"):
+        hidden(X, Y)
+    bent = db.Penalised(net, db.Custom(lambda out: out * scale))
+    with pytest.raises(db.InputError, match="v depends on a tensor"):
+        bent(X)[1].backward()
+    x = X.clone().requires_grad_()
+    (g,) = torch.autograd.grad(scaled(net(x), (Y, scale)).sum(), x, create_graph=True)
+    (expected,) = torch.autograd.grad(g.square().sum(1).mean(), scale)
+    db.Penalised(net, db.LossGradient(scaled))(X, (Y, scale))[1].backward()
+    torch.testing.assert_close(scale.grad, expected)
+
+
+def test_class_weights_are_flattened_with_the_rest():
+    weights, net = torch.rand(3), dense()
+    penalty = db.LossGradient(class_weights=weights)
+    models = [db.Penalised(net, penalty, flatten_after=after) for after in (None, 0)]
+    for factor in (1.0, 2.0):
+        weights.mul_(factor)
+        found = []
+        for model in models:
+            model(X, Y)[1].backward()
+            found.append(gradients(net))
+        torch.testing.assert_close(*found)
+    (program,) = models[1]._programs.values()
+    assert program.replay.ready
+
+
+def test_binary_labels_may_be_truth_values():
+    model, y = db.Penalised(dense(), db.LossGradient("bce")), torch.rand(6, 3) > 0.5
+    torch.testing.assert_close(model(X, y)[1], model(X, y.double())[1])
+
+
+class Record:
+    """No type that PyTorch can take apart."""
+
+    def __init__(self, logits):
+        self.logits = logits
+
+
+@pytest.mark.parametrize(
+    ("pack", "output", "captured"),
+    [
+        (lambda h: {"values": h, "b": 2 * h}, "values", True),
+        (lambda h: {"a": [2 * h, h]}, ("a", 1), True),
+        (Record, "logits", False),
+        (lambda h: (Record(h), 2 * h), (0, "logits"), False),
+    ],
+)
+def test_outputs_by_name(pack, output, captured):
+    class Packing(nn.Sequential):
+        def forward(self, x):
+            return pack(super().forward(x))
+
+    net = dense()
+    model = db.Penalised(Packing(*net), db.LossGradient(), output=output)
+    with contextlib.nullcontext() if captured else pytest.warns(db.CaptureWarning):
+        penalty = model(X, Y)[1]
+    torch.testing.assert_close(penalty, db.Penalised(net, db.LossGradient())(X, Y)[1])
