@@ -244,9 +244,11 @@ def deliver(pairs: Sequence[tuple[Tensor, Tensor]], shared: bool) -> None:
     distributed training see the backward pass they expect. shared: the gradients' memory belongs
     to someone else (a CUDA graph), so they are copied.
     """
-    sums: dict[int, tuple[Tensor, Tensor]] = {}
-    for t, g in pairs:  # a tensor may stand in two places
-        sums[id(t)] = (t, sums[id(t)][1] + g if id(t) in sums else g)
+    sums = {id(t): (t, g) for t, g in pairs}
+    if len(sums) < len(pairs):  # a tensor stands in two places
+        sums.clear()
+        for t, g in pairs:
+            sums[id(t)] = (t, sums[id(t)][1] + g if id(t) in sums else g)
     plain, rest = [], []
     watched = torch.distributed.is_available() and torch.distributed.is_initialized()
     for t, g in sums.values():

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from .errors import InputError, OutputChoiceError
@@ -163,7 +163,13 @@ def graph_key(net: nn.Module, call: Arguments, attributes: bool = True) -> Any:
         for t in call.leaves
     )
     mode = (autocast, torch.get_autocast_dtype(device) if autocast else None)
-    return leaves, call.spec, _fingerprint(net, attributes), mode
+    try:
+        return leaves, call.spec, _fingerprint(net, attributes), mode
+    except RuntimeError as error:
+        if not any(is_lazy(t) for t in (*net.parameters(), *net.buffers())):
+            raise
+        text = "a lazy module of the network has no shapes yet; call net(x) once before"
+        raise InputError(text) from error
 
 
 def _hashable(item: Any) -> Any:
@@ -195,10 +201,7 @@ def remember(cache: dict, key: Any, item: Any) -> None:
 PLAIN = frozenset((bool, int, float, str, FunctionType, BuiltinFunctionType, MethodType))
 
 
-def _look(t: Tensor | None) -> Any:
-    if isinstance(t, (UninitializedParameter, UninitializedBuffer)):
-        raise InputError("a lazy module of the network has no shapes yet; call net(x) once before")
-    return None if t is None else (t.shape, t.dtype, t.device)
+_KEYED = PLAIN | {Tensor}
 
 
 def _fingerprint(net: nn.Module, attributes: bool) -> tuple:
@@ -210,13 +213,15 @@ def _fingerprint(net: nn.Module, attributes: bool) -> tuple:
         module = stack.pop()
         found.append((id(module), module.training, *module._forward_hooks, None))
         found.extend(module._forward_pre_hooks)
-        found.extend((*module._backward_pre_hooks, *module._backward_hooks))
+        if module._backward_pre_hooks or module._backward_hooks:
+            found.extend((*module._backward_pre_hooks, *module._backward_hooks))
         if attributes:
-            values = module.__dict__.values()
-            found.append(tuple([v for v in values if type(v) in PLAIN]))
-            found.extend([_look(v) for v in values if type(v) is Tensor])
+            keyed = [v for v in module.__dict__.values() if type(v) in _KEYED]
+            found.extend([(v.shape, v.dtype, v.device) if type(v) is Tensor else v for v in keyed])
         for tensors in (module._parameters, module._buffers):
-            found.extend([_look(t) for t in tensors.values()])
+            found.extend(
+                [None if t is None else (t.shape, t.dtype, t.device) for t in tensors.values()]
+            )
         stack.extend([m for m in module._modules.values() if m is not None])
     return tuple(found)
 

@@ -77,8 +77,8 @@ class CrossEntropy(Loss):
 
     def values(self, out: Tensor, y: Tensor) -> Tensor:
         target, logs = self._targets(out, y), torch.log_softmax(_wide(out), 1)
-        masked = torch.isneginf(logs) & (target == 0)  # 0·log 0 = 0: logits of −∞ exclude classes
-        return per_example(-target * logs.masked_fill(masked, 0.0))
+        # 0·log 0 = 0: logits of −∞ exclude classes
+        return per_example(-target * logs.masked_fill(target == 0, 0.0))
 
     def gradient(self, out: Tensor, y: Tensor) -> Tensor:
         target = self._targets(out, y)
