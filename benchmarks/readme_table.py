@@ -32,6 +32,7 @@ COLUMNS = (  # heading, method, which ratio goes in brackets
     ("JAX", "JAX jit", None),
     ("**doubleback, compiled**", "doubleback compiled", COMPILED),
     ("**`accumulate`, compiled**", "doubleback one-shot compiled", COMPILED),
+    ("**… as a CUDA graph**", "doubleback one-shot compiled graphed", COMPILED),
 )
 
 

@@ -343,3 +343,54 @@ def test_outputs_by_name(pack, output, captured):
     with contextlib.nullcontext() if captured else pytest.warns(db.CaptureWarning):
         penalty = model(X, Y)[1]
     torch.testing.assert_close(penalty, db.Penalised(net, db.LossGradient())(X, Y)[1])
+
+
+# --------------------------------------------------------------------------- random numbers
+
+
+def noisy(out):
+    return out * torch.randn_like(out)
+
+
+def test_a_v_that_draws_and_has_a_derivative_is_refused():
+    """It would be computed twice, with other numbers. Noise of an argument's is the way."""
+    for options in ({}, {"flatten_after": 0}):
+        model = db.Penalised(dense(), db.Custom(noisy), **options)
+        with pytest.raises(db.InputError, match="draws random numbers"):
+            model(X)[1].backward()
+    net, noise = dense(), torch.randn(6, 3, dtype=torch.float64)
+    model = db.Penalised(net, db.Custom(lambda out, e: out * e, extras=1))
+    assert db.check(model, X, noise).passed
+
+
+def test_a_v_of_random_numbers_alone_is_fine():
+    net = dense()
+    model = db.Penalised(net, db.Custom(lambda out: torch.randn_like(out)), flatten_after=0)
+    found = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        model(X)[1].backward()
+        found.append(gradients(net))
+    torch.manual_seed(3)
+    v = torch.randn(6, 3, dtype=torch.float64)
+    x = X.clone().requires_grad_()
+    (g,) = torch.autograd.grad((net(x) * v).sum(), x, create_graph=True)
+    g.square().sum(1).mean().backward()
+    for a, b, c in zip(*found, gradients(net), strict=True):
+        torch.testing.assert_close(a, b)
+        if c is not None:
+            torch.testing.assert_close(a, c)
+
+
+@pytest.mark.parametrize("penalty", [
+    db.Jacobian(reduction="sum"), db.Jacobian(projections=2, reduction="sum"),
+    db.SpectralNorm(reduction="sum"),
+], ids=repr)  # fmt: skip
+def test_jacobians_of_no_examples(penalty):
+    net = dense()
+    model = db.Penalised(net, penalty)
+    out, value = model(X[:0])
+    value.backward()
+    assert out.shape == (0, 3) and value == 0
+    _, _, again = model.accumulate(X[:0], Y[:0], loss=lambda out, y: out.sum(1))
+    assert again == 0

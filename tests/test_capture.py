@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import random
 import threading
+import types
 
 import numpy as np
 import pytest
@@ -180,6 +182,127 @@ def test_functions_and_tensors_of_modules_are_read_anew(counted):
     assert len(counted) == 3
     net.dense.forward = lambda x: x[:, :3]
     torch.testing.assert_close(model(x)[0], net(x))
+
+
+@dataclasses.dataclass
+class Settings:
+    factor: float = 1.0
+
+
+class KeepingConfig:
+    """A configuration by name, as of libraries of models."""
+
+    def __init__(self):
+        self.factor = 1.0
+
+
+class Held(nn.Module):
+    """A number in a container, which two modules share."""
+
+    def __init__(self, held, read):
+        super().__init__()
+        self.dense, self.held, self.read = nn.Linear(4, 3), held, read
+        self.dense.held = held
+
+    def forward(self, x):
+        return torch.tanh(self.read(self.held) * self.dense(x))
+
+
+def assign(held, value):
+    if isinstance(held, list):
+        held[0] = value
+    elif isinstance(held, dict):
+        held["deep"][0] = value
+    else:
+        held.factor = value
+
+
+HELD = {
+    "list": (lambda: [1.0], lambda held: held[0]),
+    "dict": (lambda: {"deep": [1.0]}, lambda held: held["deep"][0]),
+    "namespace": (lambda: types.SimpleNamespace(factor=1.0), lambda held: held.factor),
+    "dataclass": (Settings, lambda held: held.factor),
+    "config": (KeepingConfig, lambda held: held.factor),
+}
+
+
+@pytest.mark.parametrize("kind", HELD)
+def test_a_number_in_a_container_is_seen(kind, counted):
+    make, read = HELD[kind]
+    net, x = Held(make(), read).double(), torch.randn(5, 4, dtype=torch.float64)
+    model = db.Penalised(net, db.OutputGradient(0))
+    for value in (1.0, 2.0, 1.0):
+        assign(net.held, value)
+        for _ in range(3):
+            penalty = model(x)[1]
+        y = x.clone().requires_grad_()
+        (g,) = torch.autograd.grad(net(y)[:, 0].sum(), y)
+        torch.testing.assert_close(penalty, g.square().sum(1).mean())
+        assert net.held is net.dense.held
+    assert len(counted) == 2
+
+
+def test_containers_of_other_things_are_no_reason_to_capture_anew(counted):
+    net, x = Held([1.0, None], lambda held: held[0]), torch.randn(5, 4)
+    model = db.Penalised(net, db.OutputGradient(0))
+    net.held[1] = torch.zeros(3)
+    for step in range(4):
+        net.held[1] = torch.full((3,), float(step))
+        model(x)
+    assert len(counted) == 1
+
+
+def test_a_container_that_changes_at_every_step_is_named():
+    net, x = Held([1.0], lambda held: held[0]), torch.randn(5, 4)
+    model = db.Penalised(net, db.OutputGradient(0))
+    with pytest.warns(db.CaptureWarning, match="held") as caught:
+        for step in range(12):
+            net.held[0] = 1.0 + step
+            model(x)
+    assert len(caught) == 1
+
+
+class Remembering(nn.Module):
+    """Notes what it saw, in a list and in a dictionary."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense, self.seen, self.last = nn.Linear(4, 3), [], {}
+
+    def forward(self, x):
+        self.seen.append(x)
+        self.last["x"] = x
+        return torch.tanh(self.dense(x))
+
+
+def test_no_tensor_without_numbers_stays_in_a_container():
+    net, x = Remembering(), torch.randn(5, 4)
+    seen = net.seen
+    db.Penalised(net, db.OutputGradient(0), strict=True)(x)
+    assert net.seen is seen and not seen and not net.last
+
+
+class Stepping(nn.Module):
+    """Counts in a tensor that is no buffer, which no graph can tell."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense, self.steps = nn.Linear(4, 3), torch.zeros(())
+
+    def forward(self, x):
+        self.steps += 1
+        return self.steps * torch.tanh(self.dense(x))
+
+
+def test_a_refused_capture_leaves_tensors_as_they_were():
+    net, twin, x = Stepping(), Stepping(), torch.randn(5, 4)
+    twin.load_state_dict(net.state_dict())
+    model = db.Penalised(net, db.OutputGradient(0))
+    with pytest.warns(db.CaptureWarning, match="steps"):
+        for step in range(1, 4):
+            out, _ = model(x)
+            assert net.steps == step
+            torch.testing.assert_close(out, twin(x))
 
 
 def test_a_network_that_counts_its_calls_is_captured_once(counted):

@@ -26,7 +26,7 @@ from torch.utils import _pytree as pytree
 from .decompositions import CALLED, RECURRENT, decompositions, stop_gradient
 from .errors import CaptureError
 from .graph import Graph, Meta, Node, Ref, refs
-from .holder import Holder, inside
+from .holder import Holder, inside, untouched
 
 aten = torch.ops.aten
 
@@ -40,7 +40,8 @@ def capture(net: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> Graph:
         with warnings.catch_warnings(), torch.inference_mode(False), torch.enable_grad():
             args, kwargs = pytree.tree_map_only(Tensor, _leaf, (args, dict(kwargs)))
             warnings.simplefilter("ignore")
-            program = torch.export.export(Holder(net), args, kwargs, strict=False)
+            with untouched(net):
+                program = torch.export.export(Holder(net), args, kwargs, strict=False)
             _mark_stopped(program.graph_module)
             table = decompositions()
             with _keeping_few_whole(program, table):

@@ -20,6 +20,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import BackwardCFunction
 from torch.utils import _pytree as pytree
 
+OWN = frozenset(vars(nn.Module()))  # what every module has: its parameters, hooks and so on
+
 
 class Holder(nn.Module):
     """Holds the network under one name, so that no name inside it (`code`, `graph`) can clash
@@ -44,6 +46,35 @@ class Holder(nn.Module):
 def inside(name: str) -> str:
     """A qualified name as the network itself has it."""
     return name.removeprefix("held.")
+
+
+@contextmanager
+def untouched(net: nn.Module) -> Iterator[None]:
+    """Attributes of modules stay what they are: tensors that are no buffers, which the network may
+    have written to before that was a reason to refuse it, and lists and dictionaries, which
+    torch.export leaves copies of, whoever else holds them."""
+    kept = [
+        (vars(module), name, value, value.copy())
+        for module in net.modules()
+        for name, value in vars(module).items()
+        if type(value) in (list, dict) and name not in OWN
+    ]
+    before = [
+        (t, t._version, t.detach().clone())
+        for module in net.modules()
+        for t in vars(module).values()
+        if type(t) is Tensor and not t.is_inference()
+    ]
+    try:
+        yield
+    finally:
+        for t, version, numbers in before:
+            if t._version != version:
+                t.detach().copy_(numbers)
+        for attributes, name, value, items in kept:
+            value.clear()
+            (value.update if type(value) is dict else value.extend)(items)
+            attributes[name] = value
 
 
 @contextmanager

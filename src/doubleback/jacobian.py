@@ -132,7 +132,7 @@ class Jacobian(Penalty):
             return unit_vectors(bank, out.shape, out.dtype)
         if self.of == "softmax":
             return softmax_derivative(out.softmax(-1), bank)
-        return bank.reshape(-1, *out.shape).to(out.dtype)
+        return bank.reshape(len(bank), *out.shape).to(out.dtype)
 
     def head_of(self, out: Tensor, bank: Tensor, h: Tensor) -> Tensor | None:
         """Σ_i (∂v⟨i⟩/∂out)* h⟨i⟩."""

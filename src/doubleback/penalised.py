@@ -310,6 +310,9 @@ class Penalised(nn.Module):
     # ------------------------------------------------------------------- graphs and plans
 
     def _graph(self, call: Arguments, strict: bool | None = None) -> Graph | None:
+        seeded = isinstance(self.penalty, (Jacobian, SpectralNorm))
+        if seeded and strict is None and not call.x[0].shape[0]:  # no example, nothing to plan
+            return None
         found = self._graphs(self.net, call)
         if isinstance(found, Graph):
             return found

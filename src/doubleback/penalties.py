@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from .errors import InputError
 from .losses import Loss, make_loss, refuse_others
@@ -27,6 +28,24 @@ from .norms import SquaredNorm, as_norm
 from .spaces import per_example
 
 REDUCTIONS = ("mean", "sum", "none")
+
+
+class _Draws(TorchDispatchMode):
+    """Notes whether random numbers are drawn inside."""
+
+    drew = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.drew |= torch.Tag.nondeterministic_seeded in func.tags
+        return func(*args, **(kwargs or {}))
+
+    def refuse(self) -> None:
+        """For a v that is computed a second time, for its derivative."""
+        if self.drew:
+            raise InputError(
+                "v draws random numbers and has a derivative, which would see other numbers: draw "
+                "before, and pass what was drawn as an argument (extras=)"
+            )
 
 
 class Penalty(ABC):
@@ -49,10 +68,12 @@ class Penalty(ABC):
         """(∂v/∂out)* h by autograd on the head alone: C numbers per example."""
         with torch.enable_grad():
             leaf = out.detach().requires_grad_()
-            v = self.seed(leaf, *extra)
+            with _Draws() as draws:
+                v = self.seed(leaf, *extra)
             refuse_others("v", v, leaf)
             if not v.requires_grad:
                 return None
+            draws.refuse()
             return torch.autograd.grad(v, leaf, h.to(v.dtype), allow_unused=True)[0]
 
     def measure(self, xi: Sequence[Tensor], *extra: Tensor) -> tuple[Tensor, list[Tensor]]:
@@ -75,7 +96,11 @@ class Penalty(ABC):
             given = pytree.tree_unflatten(leaves, spec)
             pairs = [(self.value(xi, *given), weights)]
             if h is not None:
-                pairs.append((self.oracle_seed(out.detach().requires_grad_(), *given), h))
+                with _Draws() as draws:
+                    v = self.oracle_seed(out.detach().requires_grad_(), *given)
+                if v.requires_grad:
+                    draws.refuse()
+                pairs.append((v, h))
             pairs = [(end, along.to(end.dtype)) for end, along in pairs if end.requires_grad]
             if not pairs:
                 return [None] * len(asked)
