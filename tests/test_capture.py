@@ -501,3 +501,46 @@ def test_a_buffer_that_grows_runs_on_autograd():
     with pytest.warns(db.CaptureWarning, match="shape or the dtype of its buffer 'seen'"):
         db.Penalised(net, db.OutputGradient(0))(x)
     assert net.seen.shape == (2,)
+
+
+# --------------------------------------------------------------------------- other inputs
+
+
+class Masked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.dense, self.out = nn.Linear(8, 24), nn.Linear(8, 3)
+
+    def forward(self, x, mask):
+        q, k, v = (t[:, None] for t in self.dense(x).chunk(3, -1))
+        y = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        return self.out(y[:, 0].mean(1))
+
+
+def test_attention_stays_whole_unless_its_mask_asks_for_a_gradient(counted):
+    net, x = Masked().double(), torch.randn(2, 5, 8, dtype=torch.float64)
+    mask = torch.randn(1, 1, 5, 5, dtype=torch.float64)
+    model = db.Penalised(net, db.OutputGradient(1))
+    whole = torch.ops.aten.scaled_dot_product_attention.default
+
+    def operators():
+        graph = model._graph(model._call((x, mask), {}))
+        return [node.op for node in graph.nodes]
+
+    assert whole in operators()
+    model(x, mask)[1].backward()
+    mask.requires_grad_()
+    assert whole not in operators()
+    net.zero_grad()
+    model(x, mask)[1].backward()
+    found = [mask.grad, *(p.grad for p in net.parameters())]
+    mask.grad = None
+    net.zero_grad()
+    y = x.clone().requires_grad_()
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        (g,) = torch.autograd.grad(net(y, mask)[:, 1].sum(), y, create_graph=True)
+        g.square().flatten(1).sum(1).mean().backward()
+    for a, b in zip(found, [mask.grad, *(p.grad for p in net.parameters())], strict=True):
+        if b is not None:
+            torch.testing.assert_close(a, b)
+    assert len(counted) == 2

@@ -37,6 +37,13 @@ class Arguments:
         return [self.leaves[i] for i in self.penalised]
 
     @property
+    def still(self) -> set[int]:
+        """Places of tensors of which no gradient is asked."""
+        leaves = enumerate(self.leaves)
+        asked = {i for i, t in leaves if isinstance(t, Tensor) and t.requires_grad}
+        return set(range(len(self.leaves))) - asked - set(self.penalised)
+
+    @property
     def constants(self) -> tuple:
         """The penalty's own arguments, detached, as the sweeps read them."""
         if all(isinstance(t, Tensor) for t in self.extra):
@@ -159,8 +166,10 @@ def graph_key(net: nn.Module, call: Arguments, attributes: bool = True) -> Any:
     device = call.x[0].device.type
     autocast = torch.is_autocast_enabled(device)
     leaves = tuple(
-        (tuple(t.shape), t.dtype, t.device) if isinstance(t, Tensor) else _hashable(t)
-        for t in call.leaves
+        (tuple(t.shape), t.dtype, t.device, t.requires_grad or i in call.penalised)
+        if isinstance(t, Tensor)
+        else _hashable(t)
+        for i, t in enumerate(call.leaves)
     )
     mode = (autocast, torch.get_autocast_dtype(device) if autocast else None)
     try:

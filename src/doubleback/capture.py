@@ -12,7 +12,7 @@ import os
 import threading
 import traceback
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -31,14 +31,19 @@ from .holder import Holder, inside, untouched
 aten = torch.ops.aten
 
 
-def capture(net: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> Graph:
+def capture(
+    net: nn.Module, args: tuple, kwargs: Mapping[str, Any], still: Collection[int] = ()
+) -> Graph:
     """The program that `net(*args, **kwargs)` runs for inputs of these shapes and dtypes.
 
-    Nothing in `net` changes. Raises `CaptureError` with the line of the model that stopped it.
+    still: places among the flattened inputs of which no gradient is asked. Nothing in `net`
+    changes. Raises `CaptureError` with the line of the model that stopped it.
     """
     try:
         with warnings.catch_warnings(), torch.inference_mode(False), torch.enable_grad():
-            args, kwargs = pytree.tree_map_only(Tensor, _leaf, (args, dict(kwargs)))
+            leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
+            leaves = [_leaf(t, i in still) for i, t in enumerate(leaves)]
+            args, kwargs = pytree.tree_unflatten(leaves, spec)
             warnings.simplefilter("ignore")
             with untouched(net):
                 program = torch.export.export(Holder(net), args, kwargs, strict=False)
@@ -56,10 +61,12 @@ def capture(net: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> Graph:
     return _convert(program, net)
 
 
-def _leaf(t: Tensor) -> Tensor:
+def _leaf(t: Any, still: bool) -> Any:
     """As the network would see it under autograd: requiring grad where that is possible."""
+    if not isinstance(t, Tensor):
+        return t
     t = t.clone() if t.is_inference() else t
-    return t.detach().requires_grad_(t.is_floating_point() or t.is_complex())
+    return t.detach().requires_grad_(not still and (t.is_floating_point() or t.is_complex()))
 
 
 def _mark_stopped(module: torch.fx.GraphModule) -> None:

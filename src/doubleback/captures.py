@@ -48,7 +48,7 @@ class Captures:
         self._containers = _containers(modules)
         key = self._key(net, call)
         try:
-            graph = capture(net, call.args, call.kwargs)
+            graph = capture(net, call.args, call.kwargs, call.still)
         except CaptureError as error:
             remember(self._found, usual, (error, modules))
             return error
