@@ -33,6 +33,7 @@ import torch
 import methods
 import nets
 import report
+from timing import alone
 
 HERE = Path(__file__).resolve().parent
 
@@ -58,9 +59,9 @@ def arguments() -> argparse.Namespace:
     add("--warm-cache", action="store_true", help="first compile everything in parallel")
     add("--together", action="store_true", help="compile all at once, then measure one by one")
     add("--start-by", type=float, default=300.0, help="with --together: seconds for compiling")
-    add(
-        "--no-exact", action="store_true", help="compare with stock autograd in the same dtype only"
-    )
+    add("--ahead", type=int, help="workers that start up while one measures; default: 1; CPU: 0")
+    add("--no-exact", action="store_true", help="compare with stock autograd in the same dtype")
+    add("--no-references", action="store_true", help="compare with nothing; saves a slow step")
     add("--compile-only", action="store_true", help="do that and nothing else")
     add(
         "--jobs", type=int, default=max(1, (os.cpu_count() or 2) // 2), help="parallel compilations"
@@ -80,6 +81,7 @@ def arguments() -> argparse.Namespace:
     cpu = chosen.device == "cpu"
     chosen.dtypes = chosen.dtypes or (["float32"] if cpu else ["float32", "bf16"])
     chosen.cap_seconds = chosen.cap_seconds or (0.5 if cpu else 2.0)
+    chosen.ahead = (0 if cpu else 1) if chosen.ahead is None else chosen.ahead
     chosen.budget_seconds = chosen.budget_seconds or float("inf")
     return chosen
 
@@ -145,13 +147,20 @@ def end_all(number: int, _frame: object) -> None:
     os._exit(128 + number)
 
 
-def call(command: list[str], variables: dict[str, str], limit_s: float) -> tuple[str, str, str]:
-    """(stdout, stderr, trouble) of a process; on time-out it and its children are ended."""
+def call(
+    command: list[str], variables: dict[str, str], limit_s: float, begun: Path | None = None
+) -> tuple[str, str, str]:
+    """(stdout, stderr, trouble) of a process; on time-out it and its children are ended.
+
+    begun: a file that comes to be when the process has its turn; the limit counts from then on.
+    """
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         process = subprocess.Popen(command, env=variables, stdout=out, stderr=err, process_group=0)
         _running.add(process.pid)
         trouble = ""
         try:
+            while begun is not None and not begun.exists() and process.poll() is None:
+                time.sleep(0.1)
             if process.wait(timeout=max(1.0, limit_s)):
                 trouble = f"exit status {process.returncode}"
         except subprocess.TimeoutExpired:
@@ -173,7 +182,15 @@ class Task:
         self.jax_methods = [name for name in names if name in methods.JAX]
         self.compile_only = compile_only
         self.turns: dict[str, Any] | None = None
+        self.gate: Path | None = None
         self.size = nets.TABLE[net].size(chosen.small)
+
+    @property
+    def references(self) -> list[str]:
+        """What gradients are compared with."""
+        if self.chosen.no_references:
+            return []
+        return ["stock"] if self.chosen.no_exact else ["stock", "exact"]
 
     @property
     def gib(self) -> float:
@@ -184,15 +201,14 @@ class Task:
 
     def run(self, limit_s: float, threads: int | None = None) -> dict[str, Any]:
         """The worker's facts, its rows completed: every method has one, if only an error."""
-        start = time.monotonic()
         with tempfile.TemporaryDirectory() as folder_name:
             folder = Path(folder_name)
             variables = environment(self.chosen, threads)
-            own = 0.75 * limit_s if self.jax_methods else limit_s
-            facts = self._worker(folder, variables, own)
+            share = 0.75 if self.jax_methods and self.torch_methods else 1.0
+            facts = self._worker(folder, variables, share * limit_s)
             if self.jax_methods:
-                left = limit_s - (time.monotonic() - start)
-                facts["rows"] |= self._jax(folder, variables, left)
+                with alone(self.gate):
+                    facts["rows"] |= self._jax(folder, variables, max(0.25, 1 - share) * limit_s)
         return facts
 
     def _worker(self, folder: Path, variables: dict[str, str], limit_s: float) -> dict[str, Any]:
@@ -207,14 +223,17 @@ class Task:
             "cap_s": self.chosen.cap_seconds,
             "limit_s": limit_s,
             "compile_only": self.compile_only,
-            "exact": not self.chosen.no_exact,
+            "references": self.references,
             "turns": self.turns,
+            "gate": None if self.gate is None else str(self.gate),
+            "begun": str(folder / "begun"),
             "export": str(folder) if self.jax_methods else None,
             "result": str(result),
         }
         (folder / "worker.json").write_text(json.dumps(job))
         command = [sys.executable, str(HERE / "worker.py"), str(folder / "worker.json")]
-        _, err, trouble = call(command, variables, limit_s + 10)
+        begun = None if self.gate is None else folder / "begun"
+        _, err, trouble = call(command, variables, limit_s + 10, begun)
         facts = json.loads(result.read_text()) if result.exists() else {"rows": {}}
         for method in self.torch_methods:
             row = facts["rows"].setdefault(method, {"error": f"not run: {trouble}"})
@@ -369,25 +388,32 @@ def together(chosen: argparse.Namespace, document: dict[str, Any], deadline: flo
 
 
 def timed_pass(chosen: argparse.Namespace, document: dict[str, Any], deadline: float) -> None:
+    """One network and dtype after the other; the next worker starts up while one measures."""
     pairs = [(net, dtype) for net in chosen.nets for dtype in chosen.dtypes]
-    for i, (net, dtype) in enumerate(pairs):
-        task = Task(chosen, net, dtype, selected(chosen, net), compile_only=False)
-        left = deadline - time.monotonic()
-        share = 2 * left / (len(pairs) - i)
-        limit = min(chosen.limit_seconds, left, max(60.0, share))
-        start = time.monotonic()
+    tasks = [Task(chosen, *pair, selected(chosen, pair[0]), compile_only=False) for pair in pairs]
+
+    def run(i: int) -> dict[str, Any]:
+        task, left = tasks[i], deadline - time.monotonic()
+        share = 2 * left / (len(tasks) - i)
         if left < 20:
             error = {"error": "not run: budget spent"}
-            facts = {"rows": {m: dict(error) for m in task.torch_methods + task.jax_methods}}
-        else:
-            facts = task.run(limit)
-        document["hardware"] = facts.get("hardware", document["hardware"])
-        document["versions"] |= facts.get("versions", {})
-        rows = report.complete(net, dtype, task.size.batch, nets.TABLE[net].weight, facts)
-        document["results"] += rows
-        report.write(chosen.out, document)
-        print(f"\n{net} {dtype}, batch {task.size.batch}: {time.monotonic() - start:.0f} s")
-        report.show(rows)
+            return {"rows": {m: dict(error) for m in task.torch_methods + task.jax_methods}}
+        return task.run(min(chosen.limit_seconds, left, max(60.0, share)))
+
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(1 + chosen.ahead) as pool:
+        for task in tasks:
+            task.gate = Path(folder) / "gate"
+        start = time.monotonic()
+        for task, facts in zip(tasks, pool.map(run, range(len(tasks))), strict=True):
+            document["hardware"] = facts.get("hardware", document["hardware"])
+            document["versions"] |= facts.get("versions", {})
+            weight = nets.TABLE[task.net].weight
+            rows = report.complete(task.net, task.dtype, task.size.batch, weight, facts)
+            document["results"] += rows
+            report.write(chosen.out, document)
+            passed = time.monotonic() - start
+            print(f"\n{task.net} {task.dtype}, batch {task.size.batch}: after {passed:.0f} s")
+            report.show(rows)
 
 
 def main() -> int:

@@ -6,7 +6,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import statistics
+from collections.abc import Iterator
+from pathlib import Path
+
+
+@contextlib.contextmanager
+def alone(gate: str | Path | None) -> Iterator[None]:
+    """The machine to oneself, among all processes that ask at this gate, a file; None: at once."""
+    if gate is None:
+        yield
+        return
+    with open(gate, "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def plan_repeats(estimate_ms: float, repeats: int, cap_s: float, least: int = 5) -> int:

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import fcntl
 import gc
 import json
 import os
 import platform
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from torch import Tensor, nn
 
 import methods
 import nets
-from timing import plan_repeats, summary
+from timing import alone, plan_repeats, summary
 
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
 ROUNDS = 5
@@ -82,15 +81,17 @@ def evaluate(step: methods.Step, net: nn.Module, x: Tensor, y: Tensor) -> dict[s
     }
 
 
-def references(net: nn.Module, x: Tensor, y: Tensor, weight: float, exact: bool) -> dict[str, dict]:
-    """What plain and penalised steps must give, by autograd.
+def references(
+    net: nn.Module, x: Tensor, y: Tensor, weight: float, wanted: Sequence[str]
+) -> dict[str, dict]:
+    """What plain and penalised steps must give, by autograd, as far as wanted.
 
     'stock' in the network's own dtype, 'exact' from the same numbers in float64 on a CPU, and in
     float32 without tf32 on a GPU. One that fails (out of memory, say) is left out.
     """
     found = {}
     torch.backends.cudnn.benchmark = False  # one step is not worth a search for the best kernels
-    for precision in ("stock", "exact") if exact else ("stock",):
+    for precision in wanted:
         for kind, method in (("plain", "plain"), ("penalised", "stock")):
             copied, x_copy = net, x
             try:
@@ -226,13 +227,12 @@ def turn(folder: str, workers: int, start_by: float) -> Iterator[None]:
     (place / f"ready-{os.getpid()}").touch()
     while len(list(place.glob("ready-*"))) < workers and time.time() < start_by:
         time.sleep(0.2)
-    with open(place / "turn", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with alone(place / "turn"):
         yield
 
 
 class Worker:
-    def __init__(self, job: dict[str, Any]):
+    def __init__(self, job: dict[str, Any], net: nn.Module, xs: list[Tensor], ys: list[Tensor]):
         self.job = job
         self.deadline = time.monotonic() + job["limit_s"]
         self.cuda = job["device"] == "cuda"
@@ -240,10 +240,9 @@ class Worker:
         torch.backends.cudnn.benchmark = True
         entry = nets.TABLE[job["net"]]
         self.weight = entry.weight
-        self.net, xs, ys = nets.problem(
-            job["net"], small=job["small"], dtype=DTYPES[job["dtype"]], device=job["device"]
-        )
-        self.sets = list(zip(xs, ys, strict=True))
+        device = job["device"]
+        self.net = net.to(device)
+        self.sets = [(x.to(device), y.to(device)) for x, y in zip(xs, ys, strict=True)]
         self.layouts: dict[bool, tuple[nn.Module, list]] = {False: (self.net, self.sets)}
         self.steps: dict[str, methods.Step] = {}
         parameters = sum(p.nbytes for p in self.net.parameters())
@@ -307,7 +306,7 @@ class Worker:
             self.guarded(method, self.first_call)
 
     def run(self) -> None:
-        known = references(self.net, *self.sets[-1], self.weight, self.job["exact"])
+        known = references(self.net, *self.sets[-1], self.weight, self.job["references"])
         if self.job["export"]:
             export(Path(self.job["export"]), self.net, self.sets, known)
         spare = 0.2 * self.job["limit_s"]  # kept for the rounds below
@@ -370,12 +369,17 @@ def export(folder: Path, net: nn.Module, sets: list, known: dict[str, dict]) -> 
 
 def main() -> None:
     job = json.loads(Path(sys.argv[1]).read_text())
-    worker = Worker(job)
-    if job["compile_only"]:
-        worker.compile_only()
-    else:
-        worker.run()
-    worker.report.save()
+    import doubleback  # noqa: F401  before the gate, as everything that needs no device
+
+    net, xs, ys = nets.problem(job["net"], small=job["small"], dtype=DTYPES[job["dtype"]])
+    with alone(job["gate"]):
+        Path(job["begun"]).touch()
+        worker = Worker(job, net, xs, ys)
+        if job["compile_only"]:
+            worker.compile_only()
+        else:
+            worker.run()
+        worker.report.save()
 
 
 if __name__ == "__main__":
