@@ -524,6 +524,22 @@ def test_warm_start_is_kept_across_steps():
     assert not other._carried
 
 
+@pytest.mark.parametrize("spoil", [0.0, math.nan, math.inf])
+def test_warm_start_outlives_a_jacobian_without_direction(spoil):
+    net, x = mlp([6, 7, 5]), torch.randn(3, 6)
+    layer = next(m for m in net.modules() if isinstance(m, nn.Linear))
+    model = db.Penalised(net, db.SpectralNorm(4, reduction="none"))
+    weight = layer.weight.detach().clone()
+    for _ in range(3):
+        nn.init.constant_(layer.weight, spoil)
+        model(x)
+    layer.weight.data.copy_(weight)
+    for _ in range(100):
+        last = model(x)[1]
+    sigma = torch.linalg.matrix_norm(torch.func.vmap(torch.func.jacrev(lambda e: net(e)))(x), 2)
+    torch.testing.assert_close(last, sigma, rtol=1e-6, atol=0)
+
+
 @pytest.mark.parametrize("iterations", [1, 4])
 def test_spectral_norm_against_autograd(iterations):
     for net, x in ((mlp([6, 7, 5]), torch.randn(3, 6)), (conv(), torch.randn(2, 2, 8, 8))):

@@ -237,11 +237,12 @@ class SpectralNorm(Penalty):
         drawn = torch.randn(out.shape, dtype=torch.float32, device=out.device).to(out.dtype)
         return self.normalised(drawn)
 
-    def normalised(self, w: Tensor) -> Tensor:
-        """w/‖w‖ in the codomain; a zero stays zero."""
-        norm = self.codomain.norm(w)
-        factor = torch.where(norm > 0, 1 / norm, 0)
-        return (factor.reshape(-1, *(1,) * (w.dim() - 1)) * w).to(w.dtype)
+    def normalised(self, w: Tensor, before: Tensor | None = None) -> Tensor:
+        """w/‖w‖ in the codomain, `before` or zero where w is zero or not finite: a direction that
+        is zero once would stay so in every later call."""
+        norm = self.codomain.norm(w).reshape(-1, *(1,) * (w.dim() - 1))
+        unit = (w / norm).to(w.dtype)
+        return torch.where((norm > 0) & norm.isfinite(), unit, 0 if before is None else before)
 
     def covector(self, v: Tensor) -> Tensor:
         """The functional ⟨v, ·⟩ of the codomain as a Euclidean cotangent: G v."""
@@ -264,7 +265,7 @@ class SpectralNorm(Penalty):
             )
             _, along = dual_square(self.domain, found)
             (h,) = torch.autograd.grad([u for _, u in pairs], w, along, retain_graph=True)
-            v = self.normalised(h.detach())
+            v = self.normalised(h.detach(), v)
         return [self.covector(v)]
 
     def check(self, out_shape: Sequence[int], x: Sequence[Tensor], *extra: Any) -> None:

@@ -268,7 +268,7 @@ class SpectralProgram(Phases):
             values, saved, w = nested
             state = sweeps.State(dict(values), dict(saved))
             for _ in range(penalty.iterations):
-                w = penalty.normalised(self._round(state, w))
+                w = penalty.normalised(self._round(state, w), w)
             return w
 
         v = self.replay("improve", run, (swept.values, swept.saved, v))
