@@ -524,6 +524,29 @@ def test_warm_start_is_kept_across_steps():
     assert not other._carried
 
 
+class Unread(nn.Module):
+    """The output depends on x through values alone, or on z not at all."""
+
+    def __init__(self, stopped: bool) -> None:
+        super().__init__()
+        self.layer, self.stopped = nn.Linear(6, 5).double(), stopped
+
+    def forward(self, x, z):
+        return self.layer(x.detach() if self.stopped else x.sin())
+
+
+@pytest.mark.parametrize("penalty", [db.Jacobian(), db.Jacobian(chunk=2), db.SpectralNorm(2)])
+@pytest.mark.parametrize("stopped", [True, False])
+def test_inputs_that_the_output_does_not_depend_on(penalty, stopped):
+    x, z = torch.randn(3, 6), torch.randn(3, 4)
+    model = db.Penalised(Unread(stopped), penalty, wrt=(0, 1))
+    assert db.check(model, x, z).worst <= 1e-10
+    for _ in range(4):  # flattened after two
+        out, found = model(x, z)
+        (out.sum() + found).backward()
+        assert (found == 0) == stopped
+
+
 @pytest.mark.parametrize("spoil", [0.0, math.nan, math.inf])
 def test_warm_start_outlives_a_jacobian_without_direction(spoil):
     net, x = mlp([6, 7, 5]), torch.randn(3, 6)

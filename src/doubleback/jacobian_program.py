@@ -30,7 +30,7 @@ from .jacobian import SpectralNorm
 from .kernels.groups import statistics_dtype
 from .plan import Plan, make_plan
 from .rules import add
-from .segments import Sources, finished
+from .segments import Sources, finished, zero
 from .spaces import dual_square
 
 if TYPE_CHECKING:
@@ -290,9 +290,9 @@ class SpectralProgram(Phases):
         penalty = self.penalty
         assert isinstance(penalty, SpectralNorm)
         xi = sweeps.backward(self.plan, state, penalty.covector(v), keep=keep)
+        graph = self.plan.graph
         return [
-            torch.zeros_like(state.values[x]) if u is None else u
-            for x, u in zip(self.plan.penalised, xi, strict=True)
+            zero(graph, x) if u is None else u for x, u in zip(self.plan.penalised, xi, strict=True)
         ]
 
     def _measure(self, swept: Swept, weight: Tensor | None) -> tuple[Tensor, Sources]:
