@@ -50,6 +50,21 @@ def problem(key: str, affine: bool = True):
 @pytest.mark.parametrize("affine", [True, False])
 @pytest.mark.parametrize("form", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("key", NORMS)
+def test_batched_gradients_are_those_of_one_cotangent_at_a_time(key, form, affine):
+    norm, inputs = problem(key, affine)
+    inputs[0] = inputs[0].detach().contiguous(memory_format=form).requires_grad_()
+    seeds = random(3, *X, seed=4)
+    with db.patched():
+        (g,) = torch.autograd.grad(norm(*inputs).pow(3).sum(), inputs[0], create_graph=True)
+        single = [torch.autograd.grad(g, inputs, seed, retain_graph=True) for seed in seeds]
+        found = torch.autograd.grad(g, inputs, seeds, is_grads_batched=True)
+    expected = [torch.stack(part) for part in zip(*single, strict=True)]
+    assert error([found], [expected]) < 1e-12
+
+
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("form", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("key", NORMS)
 def test_second_order_is_stock_s(key, form, affine):
     norm, inputs = problem(key, affine)
     inputs[0] = inputs[0].detach().contiguous(memory_format=form).requires_grad_()

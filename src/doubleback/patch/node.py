@@ -19,6 +19,8 @@ from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 
+from ..kernels.groups import batched
+
 KEYS = ("AutogradCPU", "AutogradCUDA")
 Grads = Sequence[Tensor | None]
 _AFTER = _C._after_autograd_keyset
@@ -161,11 +163,13 @@ class Node(_SingleLevelFunction):
 
 
 def last() -> bool:
-    """Whether no derivative of any kind can be taken of what is computed now."""
+    """Whether no derivative of any kind can be taken of what is computed now, and of one cotangent
+    alone."""
     return (
         not _C.is_grad_enabled()
         and forward_ad._current_level < 0
         and peek_interpreter_stack() is None
+        and not batched()
     )
 
 
