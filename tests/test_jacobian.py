@@ -563,6 +563,22 @@ def test_warm_start_outlives_a_jacobian_without_direction(spoil):
     torch.testing.assert_close(last, sigma, rtol=1e-6, atol=0)
 
 
+class Apart(nn.Module):
+    """Positions do not mix, and those with x ≤ 0 are dead: J is diagonal, of sin x⁺."""
+
+    def forward(self, x):
+        return x.relu().cos()
+
+
+def test_warm_start_follows_the_batch_between_subspaces_that_do_not_mix():
+    model = db.Penalised(Apart(), db.SpectralNorm(20, reduction="none"))
+    first, second = torch.tensor([[1.5, 0.5, -1.0]]), torch.tensor([[0.2, 0.5, 1.2]])
+    for x in (first, second, -first, second, first):
+        for _ in range(20):
+            found = model(x.detach().requires_grad_())[1]  # under no_grad nothing is carried on
+        torch.testing.assert_close(found, x.relu().sin().amax(1))
+
+
 @pytest.mark.parametrize("iterations", [1, 4])
 def test_spectral_norm_against_autograd(iterations):
     for net, x in ((mlp([6, 7, 5]), torch.randn(3, 6)), (conv(), torch.randn(2, 2, 8, 8))):

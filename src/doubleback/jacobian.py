@@ -18,6 +18,7 @@ from .spaces import Euclidean, dual_square
 
 PLANS = ("auto", "rows", "columns", "waist", "diagonal")
 MANY_SEEDS = 8192
+FRESH = 1e-6  # the share of a new direction in one that is carried on
 
 
 class Jacobian(Penalty):
@@ -236,6 +237,12 @@ class SpectralNorm(Penalty):
         """A random unit direction per example."""
         drawn = torch.randn(out.shape, dtype=torch.float32, device=out.device).to(out.dtype)
         return self.normalised(drawn)
+
+    def start_from(self, v: Tensor) -> Tensor:
+        """The last call's v with a trace of a new direction: by itself v never leaves a subspace
+        that J keeps apart from the rest (positions or channels that do not mix, dead outputs),
+        though the batch of today has its largest singular value elsewhere."""
+        return self.normalised(v + FRESH * self.start(v)) if self.iterations else v
 
     def normalised(self, w: Tensor, before: Tensor | None = None) -> Tensor:
         """w/‖w‖ in the codomain, `before` or zero where w is zero or not finite: a direction that

@@ -261,8 +261,7 @@ class SpectralProgram(Phases):
         assert isinstance(penalty, SpectralNorm)
         key = (tuple(out.shape), out.dtype, out.device)
         v = self.carried.get(key) if penalty.warm_start else None
-        if v is None:
-            v = penalty.start(out)
+        v = penalty.start(out) if v is None else penalty.start_from(v)
 
         def run(nested: Any) -> Tensor:
             values, saved, w = nested
