@@ -659,6 +659,9 @@ def test_bad_outputs():
         db.Penalised(image, db.Jacobian())(x)
     with pytest.raises(db.InputError, match="out of range"):
         db.Penalised(image, db.Jacobian(entries=[(0, 0, 9)]))(x)
+    for short in ((1,), (0, 0)):
+        with pytest.raises(db.InputError, match="does not index"):
+            db.Penalised(image, db.Jacobian(entries=[short]))(x)
     with pytest.raises(db.InputError, match="exceeds the 27 directions"):
         db.Penalised(image, db.Jacobian(projections=28))(x)
     many = nn.Sequential(nn.Unflatten(1, (1, 96, 96)), nn.AvgPool2d(1), nn.Flatten())

@@ -335,7 +335,7 @@ def _entries(entries: Any, out_shape: Sequence[int]) -> list[int]:
         index = item if isinstance(item, tuple) else (item,)
         if not all(isinstance(i, int) and not isinstance(i, bool) for i in index):
             raise InputError(f"entries must be ints or tuples of ints, not {item!r}")
-        sizes = shape if len(index) == len(shape) else (math.prod(shape),)
+        sizes = shape if isinstance(item, tuple) else (math.prod(shape),)
         if len(index) != len(sizes):
             raise InputError(f"entry {item!r} does not index one output of shape {shape}")
         flat = 0
