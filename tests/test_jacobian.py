@@ -563,6 +563,33 @@ def test_warm_start_outlives_a_jacobian_without_direction(spoil):
     torch.testing.assert_close(last, sigma, rtol=1e-6, atol=0)
 
 
+class Branching(nn.Module):
+    """Its control flow depends on values: it runs on autograd."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 5).double()
+
+    def forward(self, x):
+        return self.layer(x) if x.sum() < 1e9 else x[:, :5]
+
+
+def test_warm_start_of_a_net_that_cannot_be_captured():
+    net, x = Branching(), torch.randn(3, 6)
+    sigma = torch.linalg.matrix_norm(net.layer.weight, 2)
+    model = db.Penalised(net, db.SpectralNorm(1))
+    with pytest.warns(db.CaptureWarning), torch.no_grad():
+        model(x)
+    assert not model._carried
+    for _ in range(300):
+        last = model(x)[1]
+    torch.testing.assert_close(last, sigma, rtol=1e-6, atol=0)
+    cold = db.Penalised(net, db.SpectralNorm(1, warm_start=False))
+    with pytest.warns(db.CaptureWarning):
+        cold(x)
+    assert not cold._carried
+
+
 class Apart(nn.Module):
     """Positions do not mix, and those with x ≤ 0 are dead: J is diagonal, of sin x⁺."""
 

@@ -26,7 +26,7 @@ from .bridge import First, Program
 from .candidates import Candidate
 from .errors import MemoryWarning
 from .flatten import FlattenedProgram, Replay
-from .jacobian import SpectralNorm
+from .jacobian import SpectralNorm, kind
 from .kernels.groups import statistics_dtype
 from .plan import Plan, make_plan
 from .rules import add
@@ -259,9 +259,7 @@ class SpectralProgram(Phases):
         """v after this call's iterations, from the last call's v where there is one."""
         penalty = self.penalty
         assert isinstance(penalty, SpectralNorm)
-        key = (tuple(out.shape), out.dtype, out.device)
-        v = self.carried.get(key) if penalty.warm_start else None
-        v = penalty.start(out) if v is None else penalty.start_from(v)
+        v = penalty.begin(out, self.carried)
 
         def run(nested: Any) -> Tensor:
             values, saved, w = nested
@@ -272,7 +270,7 @@ class SpectralProgram(Phases):
 
         v = self.replay("improve", run, (swept.values, swept.saved, v))
         if keep and penalty.warm_start:
-            self.carried[key] = v.detach()
+            self.carried[kind(out)] = v.detach()
         return v
 
     def _round(self, state: sweeps.State, v: Tensor) -> Tensor:
