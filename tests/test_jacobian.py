@@ -524,6 +524,88 @@ def test_warm_start_is_kept_across_steps():
     assert not other._carried
 
 
+class Unread(nn.Module):
+    """The output depends on x through values alone, or on z not at all."""
+
+    def __init__(self, stopped: bool) -> None:
+        super().__init__()
+        self.layer, self.stopped = nn.Linear(6, 5).double(), stopped
+
+    def forward(self, x, z):
+        return self.layer(x.detach() if self.stopped else x.sin())
+
+
+@pytest.mark.parametrize("penalty", [db.Jacobian(), db.Jacobian(chunk=2), db.SpectralNorm(2)])
+@pytest.mark.parametrize("stopped", [True, False])
+def test_inputs_that_the_output_does_not_depend_on(penalty, stopped):
+    x, z = torch.randn(3, 6), torch.randn(3, 4)
+    model = db.Penalised(Unread(stopped), penalty, wrt=(0, 1))
+    assert db.check(model, x, z).worst <= 1e-10
+    for _ in range(4):  # flattened after two
+        out, found = model(x, z)
+        (out.sum() + found).backward()
+        assert (found == 0) == stopped
+
+
+@pytest.mark.parametrize("spoil", [0.0, math.nan, math.inf])
+def test_warm_start_outlives_a_jacobian_without_direction(spoil):
+    net, x = mlp([6, 7, 5]), torch.randn(3, 6)
+    layer = next(m for m in net.modules() if isinstance(m, nn.Linear))
+    model = db.Penalised(net, db.SpectralNorm(4, reduction="none"))
+    weight = layer.weight.detach().clone()
+    for _ in range(3):
+        nn.init.constant_(layer.weight, spoil)
+        model(x)
+    layer.weight.data.copy_(weight)
+    for _ in range(100):
+        last = model(x)[1]
+    sigma = torch.linalg.matrix_norm(torch.func.vmap(torch.func.jacrev(lambda e: net(e)))(x), 2)
+    torch.testing.assert_close(last, sigma, rtol=1e-6, atol=0)
+
+
+class Branching(nn.Module):
+    """Its control flow depends on values: it runs on autograd."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 5).double()
+
+    def forward(self, x):
+        return self.layer(x) if x.sum() < 1e9 else x[:, :5]
+
+
+def test_warm_start_of_a_net_that_cannot_be_captured():
+    net, x = Branching(), torch.randn(3, 6)
+    sigma = torch.linalg.matrix_norm(net.layer.weight, 2)
+    model = db.Penalised(net, db.SpectralNorm(1))
+    with pytest.warns(db.CaptureWarning), torch.no_grad():
+        model(x)
+    assert not model._carried
+    for _ in range(300):
+        last = model(x)[1]
+    torch.testing.assert_close(last, sigma, rtol=1e-6, atol=0)
+    cold = db.Penalised(net, db.SpectralNorm(1, warm_start=False))
+    with pytest.warns(db.CaptureWarning):
+        cold(x)
+    assert not cold._carried
+
+
+class Apart(nn.Module):
+    """Positions do not mix, and those with x ≤ 0 are dead: J is diagonal, of sin x⁺."""
+
+    def forward(self, x):
+        return x.relu().cos()
+
+
+def test_warm_start_follows_the_batch_between_subspaces_that_do_not_mix():
+    model = db.Penalised(Apart(), db.SpectralNorm(20, reduction="none"))
+    first, second = torch.tensor([[1.5, 0.5, -1.0]]), torch.tensor([[0.2, 0.5, 1.2]])
+    for x in (first, second, -first, second, first):
+        for _ in range(20):
+            found = model(x.detach().requires_grad_())[1]  # under no_grad nothing is carried on
+        torch.testing.assert_close(found, x.relu().sin().amax(1))
+
+
 @pytest.mark.parametrize("iterations", [1, 4])
 def test_spectral_norm_against_autograd(iterations):
     for net, x in ((mlp([6, 7, 5]), torch.randn(3, 6)), (conv(), torch.randn(2, 2, 8, 8))):
@@ -604,6 +686,9 @@ def test_bad_outputs():
         db.Penalised(image, db.Jacobian())(x)
     with pytest.raises(db.InputError, match="out of range"):
         db.Penalised(image, db.Jacobian(entries=[(0, 0, 9)]))(x)
+    for short in ((1,), (0, 0)):
+        with pytest.raises(db.InputError, match="does not index"):
+            db.Penalised(image, db.Jacobian(entries=[short]))(x)
     with pytest.raises(db.InputError, match="exceeds the 27 directions"):
         db.Penalised(image, db.Jacobian(projections=28))(x)
     many = nn.Sequential(nn.Unflatten(1, (1, 96, 96)), nn.AvgPool2d(1), nn.Flatten())

@@ -4,6 +4,7 @@ net cannot be captured."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from .calls import Arguments, follow, pick
+from .jacobian import SpectralNorm
 from .oracle import autograd_penalty
 from .patch.mechanism import supported
 
@@ -33,8 +35,15 @@ def on_autograd(model: Penalised, call: Arguments, patch: bool = True) -> tuple[
         model.penalty.check(out.shape, call.x, *call.extra)
         return out
 
+    seeds = None
+    if patch and isinstance(model.penalty, SpectralNorm):
+        # a call without gradients leaves v as it was
+        carried = model._carried if torch.is_grad_enabled() else dict(model._carried)
+        seeds = partial(model.penalty.oracle_seeds, carried=carried)
     patch = patch and supported(torch.__version__)
-    return autograd_penalty(run, choose, call.x, model.penalty, call.extra, patch=patch)
+    return autograd_penalty(
+        run, choose, call.x, model.penalty, call.extra, patch=patch, seeds=seeds
+    )
 
 
 def accumulate_on_autograd(

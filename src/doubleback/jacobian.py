@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from .spaces import Euclidean, dual_square
 
 PLANS = ("auto", "rows", "columns", "waist", "diagonal")
 MANY_SEEDS = 8192
+FRESH = 1e-6  # the share of a new direction in one that is carried on
 
 
 class Jacobian(Penalty):
@@ -237,11 +238,22 @@ class SpectralNorm(Penalty):
         drawn = torch.randn(out.shape, dtype=torch.float32, device=out.device).to(out.dtype)
         return self.normalised(drawn)
 
-    def normalised(self, w: Tensor) -> Tensor:
-        """w/‖w‖ in the codomain; a zero stays zero."""
-        norm = self.codomain.norm(w)
-        factor = torch.where(norm > 0, 1 / norm, 0)
-        return (factor.reshape(-1, *(1,) * (w.dim() - 1)) * w).to(w.dtype)
+    def begin(self, out: Tensor, carried: Mapping[Any, Tensor]) -> Tensor:
+        """Where this call's iterations start: the last call's v, with a trace of a new direction.
+        By itself v never leaves a subspace that J keeps apart from the rest (positions or channels
+        that do not mix, dead outputs), though the batch of today has its largest singular value
+        elsewhere."""
+        v = carried.get(kind(out)) if self.warm_start else None
+        if v is None:
+            return self.start(out)
+        return self.normalised(v + FRESH * self.start(out)) if self.iterations else v
+
+    def normalised(self, w: Tensor, before: Tensor | None = None) -> Tensor:
+        """w/‖w‖ in the codomain, `before` or zero where w is zero or not finite: a direction that
+        is zero once would stay so in every later call."""
+        norm = self.codomain.norm(w).reshape(-1, *(1,) * (w.dim() - 1))
+        unit = (w / norm).to(w.dtype)
+        return torch.where((norm > 0) & norm.isfinite(), unit, 0 if before is None else before)
 
     def covector(self, v: Tensor) -> Tensor:
         """The functional ⟨v, ·⟩ of the codomain as a Euclidean cotangent: G v."""
@@ -252,9 +264,12 @@ class SpectralNorm(Penalty):
     def seed(self, out: Tensor, *extra: Tensor) -> Tensor:
         raise InputError("SpectralNorm finds its seed by power iteration")
 
-    def oracle_seeds(self, out: Tensor, x: Sequence[Tensor], *extra: Tensor) -> Sequence[Tensor]:
-        """v by the same iterations on autograd: J q as the derivative of ⟨J*w, q⟩ in w."""
-        v = self.start(out)
+    def oracle_seeds(
+        self, out: Tensor, x: Sequence[Tensor], *extra: Tensor, carried: dict | None = None
+    ) -> Sequence[Tensor]:
+        """v by the same iterations on autograd: J q as the derivative of ⟨J*w, q⟩ in w.
+        carried: v of earlier calls, which gains this one's."""
+        v = self.begin(out, carried or {})
         w = torch.zeros_like(out, requires_grad=True)
         xi = torch.autograd.grad(out, list(x), w, create_graph=True, allow_unused=True)
         pairs = [(i, u) for i, u in enumerate(xi) if u is not None and u.requires_grad]
@@ -264,7 +279,9 @@ class SpectralNorm(Penalty):
             )
             _, along = dual_square(self.domain, found)
             (h,) = torch.autograd.grad([u for _, u in pairs], w, along, retain_graph=True)
-            v = self.normalised(h.detach())
+            v = self.normalised(h.detach(), v)
+        if carried is not None and self.warm_start:
+            carried[kind(out)] = v
         return [self.covector(v)]
 
     def check(self, out_shape: Sequence[int], x: Sequence[Tensor], *extra: Any) -> None:
@@ -278,6 +295,11 @@ class SpectralNorm(Penalty):
             f"SpectralNorm(iterations={self.iterations}, warm_start={self.warm_start}, "
             f"norm={self.norm}, reduction={self.reduction!r})"
         )
+
+
+def kind(out: Tensor) -> tuple:
+    """Outputs that share the direction carried from call to call."""
+    return tuple(out.shape), out.dtype, out.device
 
 
 def _check_hilbert(space: Any, penalty: str, name: str) -> None:
@@ -327,7 +349,7 @@ def _entries(entries: Any, out_shape: Sequence[int]) -> list[int]:
         index = item if isinstance(item, tuple) else (item,)
         if not all(isinstance(i, int) and not isinstance(i, bool) for i in index):
             raise InputError(f"entries must be ints or tuples of ints, not {item!r}")
-        sizes = shape if len(index) == len(shape) else (math.prod(shape),)
+        sizes = shape if isinstance(item, tuple) else (math.prod(shape),)
         if len(index) != len(sizes):
             raise InputError(f"entry {item!r} does not index one output of shape {shape}")
         flat = 0

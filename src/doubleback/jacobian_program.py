@@ -26,11 +26,11 @@ from .bridge import First, Program
 from .candidates import Candidate
 from .errors import MemoryWarning
 from .flatten import FlattenedProgram, Replay
-from .jacobian import SpectralNorm
+from .jacobian import SpectralNorm, kind
 from .kernels.groups import statistics_dtype
 from .plan import Plan, make_plan
 from .rules import add
-from .segments import Sources, finished
+from .segments import Sources, finished, zero
 from .spaces import dual_square
 
 if TYPE_CHECKING:
@@ -259,21 +259,18 @@ class SpectralProgram(Phases):
         """v after this call's iterations, from the last call's v where there is one."""
         penalty = self.penalty
         assert isinstance(penalty, SpectralNorm)
-        key = (tuple(out.shape), out.dtype, out.device)
-        v = self.carried.get(key) if penalty.warm_start else None
-        if v is None:
-            v = penalty.start(out)
+        v = penalty.begin(out, self.carried)
 
         def run(nested: Any) -> Tensor:
             values, saved, w = nested
             state = sweeps.State(dict(values), dict(saved))
             for _ in range(penalty.iterations):
-                w = penalty.normalised(self._round(state, w))
+                w = penalty.normalised(self._round(state, w), w)
             return w
 
         v = self.replay("improve", run, (swept.values, swept.saved, v))
         if keep and penalty.warm_start:
-            self.carried[key] = v.detach()
+            self.carried[kind(out)] = v.detach()
         return v
 
     def _round(self, state: sweeps.State, v: Tensor) -> Tensor:
@@ -290,9 +287,9 @@ class SpectralProgram(Phases):
         penalty = self.penalty
         assert isinstance(penalty, SpectralNorm)
         xi = sweeps.backward(self.plan, state, penalty.covector(v), keep=keep)
+        graph = self.plan.graph
         return [
-            torch.zeros_like(state.values[x]) if u is None else u
-            for x, u in zip(self.plan.penalised, xi, strict=True)
+            zero(graph, x) if u is None else u for x, u in zip(self.plan.penalised, xi, strict=True)
         ]
 
     def _measure(self, swept: Swept, weight: Tensor | None) -> tuple[Tensor, Sources]:

@@ -24,20 +24,23 @@ def autograd_penalty(
     penalty: Penalty,
     extra: Sequence[Any],
     patch: bool = False,
+    seeds: Callable[..., Sequence[Tensor]] | None = None,
 ) -> tuple[Any, Tensor]:
     """(result of the network, penalty), both differentiable as autograd makes them.
 
     run(x) calls the network, choose(result) picks the penalised output. Attention runs on its
     unfused kernel, the only one with a second derivative in stock PyTorch. patch: use
-    doubleback's second derivatives instead, fused attention's among them.
+    doubleback's second derivatives instead, fused attention's among them. seeds: in place of the
+    penalty's own `oracle_seeds`.
     """
+    seeds = seeds or penalty.oracle_seeds
     graph = torch.is_grad_enabled()
     with torch.enable_grad(), patched() if patch else sdpa_kernel(SDPBackend.MATH):
         leaves = [t if t.requires_grad else t.detach().requires_grad_() for t in x]
         result = run(leaves)
         out = choose(result)
         total = None
-        for v in penalty.oracle_seeds(out, leaves, *extra) if out.requires_grad else [None]:
+        for v in seeds(out, leaves, *extra) if out.requires_grad else [None]:
             value = penalty.value(pulled(out, leaves, v, graph), *extra)
             total = value if total is None else total + value
         assert total is not None

@@ -87,7 +87,7 @@ class Segment:
         count = seeds.shape[0]
         found = sweeps.backward(self.body, state, seeds, keep=keep, seeds=count, watch=self.watch)
         z = [
-            _zero(self.body.graph, v, count) if u is None else u
+            zero(self.body.graph, v, count) if u is None else u
             for v, u in zip(self.body.penalised, found, strict=True)
         ]
         if self.gram is None:
@@ -142,7 +142,7 @@ class Segment:
         start = {self.body.penalised[0]: seeds}
         h, moved = sweeps.push(self.body, state, start, seeds=count, keep=keep)
         if h is None:
-            h = _zero(self.body.graph, self.body.target, count)
+            h = zero(self.body.graph, self.body.target, count)
         if self.gram is None:
             return h, h, moved
         counted(forward=count, transpose=count if keep else 0)
@@ -239,10 +239,10 @@ def width(graph: Graph, value: int) -> int:
     return math.prod(graph.shape(value)[1:])
 
 
-def _zero(graph: Graph, value: int, seeds: int) -> Tensor:
+def zero(graph: Graph, value: int, *seeds: int) -> Tensor:
     meta = graph.values[value]
     assert meta is not None
-    return torch.zeros((seeds, *meta.shape), dtype=meta.dtype, device=meta.device)
+    return torch.zeros((*seeds, *meta.shape), dtype=meta.dtype, device=meta.device)
 
 
 # ---------------------------------------------------------------------------- construction
@@ -322,11 +322,11 @@ def first_dense(plan: Plan, start: int, stop: int) -> End | None:
 
 
 def _last_dense(plan: Plan, stop: int, start: tuple[int, ...]) -> End | None:
-    """The dense layer whose output is `stop`."""
+    """The dense layer whose output is `stop`, if the input reaches it."""
     if stop in start:
         return None
     for step in plan.steps:
-        if stop in step.node.outputs:
+        if stop in step.node.outputs and any(step.pull):
             return _dense(plan, step)
     return None
 

@@ -50,6 +50,53 @@ def problem(key: str, affine: bool = True):
 @pytest.mark.parametrize("affine", [True, False])
 @pytest.mark.parametrize("form", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("key", NORMS)
+def test_batched_gradients_are_those_of_one_cotangent_at_a_time(key, form, affine):
+    norm, inputs = problem(key, affine)
+    inputs[0] = inputs[0].detach().contiguous(memory_format=form).requires_grad_()
+    seeds = random(3, *X, seed=4)
+    with db.patched():
+        (g,) = torch.autograd.grad(norm(*inputs).pow(3).sum(), inputs[0], create_graph=True)
+        single = [torch.autograd.grad(g, inputs, seed, retain_graph=True) for seed in seeds]
+        found = torch.autograd.grad(g, inputs, seeds, is_grads_batched=True)
+    expected = [torch.stack(part) for part in zip(*single, strict=True)]
+    assert error([found], [expected]) < 1e-12
+
+
+def test_a_bias_may_change_before_the_backward_pass():
+    norm, (x, w, b) = problem("group")
+
+    def gradients():
+        found = norm(x, w, b).sin()
+        with torch.no_grad():
+            b.add_(0.0)
+        return [torch.autograd.grad(found.sum(), (x, w, b))]
+
+    expected = gradients()
+    with db.patched():
+        assert error(gradients(), expected) < 1e-12
+
+
+def test_derivatives_of_group_norm_s_statistics():
+    _, (x, w, b) = problem("group")
+    sizes = (3, 4, 6, 2, 1e-5)
+
+    def gradients():
+        y, mean, rstd = torch.ops.aten.native_group_norm(x, w, b, *sizes)
+        return [torch.autograd.grad(y.sum() + mean.sin().sum() + rstd.sin().sum(), (x, w, b))]
+
+    group = x.detach().unflatten(1, (2, 2)).requires_grad_()
+    mean = group.mean((2, 3, 4))
+    rstd = (group.var((2, 3, 4), correction=0) + 1e-5).rsqrt()
+    (by_hand,) = torch.autograd.grad(mean.sin().sum() + rstd.sin().sum(), group)
+    plain = torch.autograd.grad(F.group_norm(x, 2, w, b).sum(), (x, w, b))
+    expected = (plain[0] + by_hand.flatten(1, 2), *plain[1:])
+    with db.patched():
+        assert error(gradients(), [expected]) < 1e-12
+
+
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("form", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("key", NORMS)
 def test_second_order_is_stock_s(key, form, affine):
     norm, inputs = problem(key, affine)
     inputs[0] = inputs[0].detach().contiguous(memory_format=form).requires_grad_()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -74,7 +74,7 @@ class Groups:
         if self.kind != "channels":
             return x
         count = self.per_example(x)
-        return x.unflatten(1, (count, x.shape[1] // count))
+        return x.view(x.shape[0], count, x.shape[1] // count, *x.shape[2:])
 
     def axes(self, x: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Axes of the split x that a group spans: where the weight is constant, where it varies."""
@@ -106,7 +106,7 @@ def statistics_dtype(x: Tensor) -> torch.dtype:
 
 def layout(groups: Groups, x: Tensor) -> torch.memory_format:
     """Channels-last for norms over channels where x is laid out so and not also contiguous."""
-    if groups.kind == "rows":
+    if groups.kind == "rows" or batched():
         return torch.contiguous_format
     for form in (torch.channels_last, torch.channels_last_3d):
         if not x.is_contiguous() and x.is_contiguous(memory_format=form):
@@ -123,7 +123,18 @@ def eager(*tensors: Tensor | None) -> bool:
         return False
     plain = (Tensor, torch.nn.Parameter)
     wrapped = is_functorch_wrapped_tensor
-    return all(t is None or (type(t) in plain and not wrapped(t)) for t in tensors)
+    return not batched() and all(
+        t is None or (type(t) in plain and not wrapped(t)) for t in tensors
+    )
+
+
+_BATCHED: Any = torch._C._parse_dispatch_key("VmapMode")
+
+
+def batched() -> bool:
+    """Whether a backward pass runs on many cotangents at once (`is_grads_batched`, `vectorize`):
+    PyTorch's older vmap, which no interpreter of torch.func knows of."""
+    return torch._C._dispatch_tls_is_dispatch_key_included(_BATCHED)
 
 
 class Point(NamedTuple):

@@ -19,6 +19,8 @@ from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 
+from ..kernels.groups import batched
+
 KEYS = ("AutogradCPU", "AutogradCUDA")
 Grads = Sequence[Tensor | None]
 _AFTER = _C._after_autograd_keyset
@@ -58,6 +60,8 @@ class Formula:
         is in the cotangents of these. They are constants of the node: an edge to the forward
         operator would run its backward on no gradient at all, of which cuDNN's attention makes
         whatever its memory held before.
+    unread: arguments whose value no derivative reads: they are not kept, and may change in place
+        before the backward pass, as in stock.
     armed_by: what registers it, "create_graph" or "forward_mode".
     keys: where it is registered.
     kernel: makes its kernel from (formula, stock kernel), if not `derivative_kernel`.
@@ -71,6 +75,7 @@ class Formula:
     composite: Callable[[dict[str, Any]], Any] | None = None
     keeps: tuple[int, ...] = ()
     derived: tuple[str, ...] = ()
+    unread: tuple[str, ...] = ()
     armed_by: str = "create_graph"
     keys: tuple[str, ...] = KEYS
     kernel: Callable[[Formula, Any], Callable] | None = None
@@ -139,7 +144,9 @@ class Node(_SingleLevelFunction):
     def forward(ctx, site, keyset, arguments, args, kwargs, *tensors):
         result = below(site.op, keyset, args, kwargs)
         ctx.site, ctx.options = site, {name: arguments[name] for name in site.options}
-        ctx.save_for_backward(*tensors, *(result[i] for i in site.formula.keeps))
+        unread = site.formula.unread
+        kept = (None if n in unread else t for n, t in zip(site.tensors, tensors, strict=True))
+        ctx.save_for_backward(*kept, *(result[i] for i in site.formula.keeps))
         ctx.set_materialize_grads(False)
         return result
 
@@ -161,11 +168,13 @@ class Node(_SingleLevelFunction):
 
 
 def last() -> bool:
-    """Whether no derivative of any kind can be taken of what is computed now."""
+    """Whether no derivative of any kind can be taken of what is computed now, and of one cotangent
+    alone."""
     return (
         not _C.is_grad_enabled()
         and forward_ad._current_level < 0
         and peek_interpreter_stack() is None
+        and not batched()
     )
 
 

@@ -187,6 +187,7 @@ _BACKWARDS = [
 def _group_norm(call: Call, cotangents: Grads) -> dict[str, Any]:
     xi, *of_statistics = cotangents
     if xi is None or any(c is not None for c in of_statistics):
+        call.arguments["bias"] = call["input"].new_zeros(call["C"])
         return through(_normalised, call, cotangents)
     x, weight, groups = call["input"], call["weight"], Groups.group_norm(call["group"])
     form = layout(groups, x) if x.is_cpu else torch.contiguous_format
@@ -224,6 +225,7 @@ _THEMSELVES = [
     Formula(
         "native_group_norm", "normalisation", _OWN, _group_norm,
         lambda a: plain(a["input"], a["weight"]) and a["input"].numel() > 0, keeps=(1, 2),
+        unread=("bias",),
     ),
     Formula(
         "_fused_rms_norm", "normalisation", _OWN, _rms_norm,
