@@ -207,8 +207,11 @@ class Task:
             share = 0.75 if self.jax_methods and self.torch_methods else 1.0
             facts = self._worker(folder, variables, share * limit_s)
             if self.jax_methods:
+                begun = folder / "begun"
+                used = time.time() - begun.stat().st_mtime if begun.exists() else 0.0
+                left = max(limit_s - used, 0.25 * limit_s)
                 with alone(self.gate):
-                    facts["rows"] |= self._jax(folder, variables, max(0.25, 1 - share) * limit_s)
+                    facts["rows"] |= self._jax(folder, variables, left)
         return facts
 
     def _worker(self, folder: Path, variables: dict[str, str], limit_s: float) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from types import BuiltinFunctionType, FunctionType, MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -208,8 +208,6 @@ def remember(cache: dict, key: Any, item: Any) -> None:
 
 
 PLAIN = frozenset((bool, int, float, str, FunctionType, BuiltinFunctionType, MethodType))
-
-
 _KEYED = PLAIN | {Tensor}
 
 
@@ -238,8 +236,18 @@ def _fingerprint(net: nn.Module, attributes: bool) -> tuple:
 # ------------------------------------------------------------------- state and outputs
 
 
+class Owner(NamedTuple):
+    """Where a value that the graph starts from lies: under `name` in a module; written: the
+    buffer's name in the network, where the network updates it."""
+
+    module: nn.Module
+    name: str
+    value: int
+    written: str | None
+
+
 def read_state(
-    owners: Sequence[tuple[nn.Module, str, int, bool]],
+    owners: Sequence[Owner],
     graph: Graph,
     leaves: Sequence[Any],
     copies: bool,
@@ -247,15 +255,15 @@ def read_state(
     """Every value the graph starts from. copies: of buffers that the network updates, so that the
     update does not reach what is kept of them for a backward to come."""
     state = dict(graph.constants)
-    written = {}
-    for module, name, value, updated in owners:
+    updated = {}
+    for module, name, value, written in owners:
         tensor = getattr(module, name)
-        state[value] = tensor.detach() if updated else tensor
-        if updated:
-            written[value] = state[value]
-    if copies and written:
-        fresh = {value: torch.empty_like(t) for value, t in written.items()}
-        copy_all(fresh.values(), written.values())
+        state[value] = tensor if written is None else tensor.detach()
+        if written is not None:
+            updated[value] = state[value]
+    if copies and updated:
+        fresh = {value: torch.empty_like(t) for value, t in updated.items()}
+        copy_all(fresh.values(), updated.values())
         state |= fresh
     for value, leaf in zip(graph.inputs, leaves, strict=True):
         if value is not None:

@@ -126,5 +126,6 @@ def content(item: Any, depth: int = 0) -> Any:
         if type(item) is dict:
             item = tuple(item.items())
         if type(item) in (list, tuple):
-            return tuple([content(i, depth + 1) for i in item])
+            plain = PLAIN.issuperset(map(type, item))  # as most are, and every call asks
+            return tuple(item) if plain else tuple([content(i, depth + 1) for i in item])
     return type(item)  # anything else counts by its kind

@@ -111,3 +111,8 @@ def refs(tree: Any) -> Iterable[int]:
     elif isinstance(tree, Mapping):
         for item in tree.values():
             yield from refs(item)
+
+
+def draws(op: Any) -> bool:
+    """Whether an operator draws random numbers."""
+    return torch.Tag.nondeterministic_seeded in getattr(op, "tags", ())

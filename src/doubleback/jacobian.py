@@ -243,7 +243,7 @@ class SpectralNorm(Penalty):
         By itself v never leaves a subspace that J keeps apart from the rest (positions or channels
         that do not mix, dead outputs), though the batch of today has its largest singular value
         elsewhere."""
-        v = carried.get(kind(out)) if self.warm_start else None
+        v = carried.get(slot(out)) if self.warm_start else None
         if v is None:
             return self.start(out)
         return self.normalised(v + FRESH * self.start(out)) if self.iterations else v
@@ -281,7 +281,7 @@ class SpectralNorm(Penalty):
             (h,) = torch.autograd.grad([u for _, u in pairs], w, along, retain_graph=True)
             v = self.normalised(h.detach(), v)
         if carried is not None and self.warm_start:
-            carried[kind(out)] = v
+            carried[slot(out)] = v
         return [self.covector(v)]
 
     def check(self, out_shape: Sequence[int], x: Sequence[Tensor], *extra: Any) -> None:
@@ -297,8 +297,8 @@ class SpectralNorm(Penalty):
         )
 
 
-def kind(out: Tensor) -> tuple:
-    """Outputs that share the direction carried from call to call."""
+def slot(out: Tensor) -> tuple:
+    """Under which the direction is carried from call to call: outputs that look alike share it."""
     return tuple(out.shape), out.dtype, out.device
 
 

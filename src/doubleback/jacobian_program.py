@@ -26,7 +26,7 @@ from .bridge import First, Program
 from .candidates import Candidate
 from .errors import MemoryWarning
 from .flatten import FlattenedProgram, Replay
-from .jacobian import SpectralNorm, kind
+from .jacobian import SpectralNorm, slot
 from .kernels.groups import statistics_dtype
 from .plan import Plan, make_plan
 from .rules import add
@@ -270,7 +270,7 @@ class SpectralProgram(Phases):
 
         v = self.replay("improve", run, (swept.values, swept.saved, v))
         if keep and penalty.warm_start:
-            self.carried[kind(out)] = v.detach()
+            self.carried[slot(out)] = v.detach()
         return v
 
     def _round(self, state: sweeps.State, v: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from .bridge import Bridge, Job, Program, _no_autocast, deliver
 from .calls import (
     Arguments,
+    Owner,
     choose,
     copy_all,
     kind,
@@ -328,8 +329,7 @@ class Penalised(nn.Module):
     def _program(
         self, graph: Graph, call: Arguments, gradients: bool, copies: bool = True
     ) -> tuple[Any, dict[int, Tensor]]:
-        """The program for this graph and these wanted gradients, and the graph's state, with or
-        without copies of what the network updates."""
+        """The program for this graph and these wanted gradients, and the graph's state."""
         state = read_state(self._owners(graph), graph, call.leaves, copies)
         wanted = frozenset(v for v, t in state.items() if gradients and t.requires_grad)
         asked = tuple(call.asked) if gradients else ()
@@ -360,15 +360,15 @@ class Penalised(nn.Module):
         program = Program(plan, self.penalty, self.debug, asked=asked)
         return program if self.debug else FlattenedProgram(program, replay)
 
-    def _owners(self, graph: Graph) -> list[tuple[nn.Module, str, int, bool]]:
-        """For each tensor of a module: that module, its name there, its value, whether written."""
+    def _owners(self, graph: Graph) -> list[Owner]:
+        """Every tensor of a module that the graph starts from, looked for once."""
         _, found = self._found_owners.get(id(graph), (graph, None))
         if found is None:
             found = []
             for name, value in {**graph.state, **graph.attributes}.items():
                 owner, _, leaf = name.rpartition(".")
                 module = self.net.get_submodule(owner)
-                found.append((module, leaf, value, name in graph.mutations))
+                found.append(Owner(module, leaf, value, name if name in graph.mutations else None))
             # with the graph, so that no other one gets its number
             remember(self._found_owners, id(graph), (graph, found))
         return found
@@ -377,11 +377,11 @@ class Penalised(nn.Module):
         self, plan: Plan, prelude: Mapping[int, Tensor], swept: Mapping[str, Tensor]
     ) -> None:
         """Batch norm statistics and the like, once per call, after all sweeps succeeded."""
-        buffers, values = [], []
-        for name, value in plan.graph.mutations.items():
-            owner, _, leaf = name.rpartition(".")
-            buffers.append(getattr(self.net.get_submodule(owner), leaf))
-            values.append(swept[name] if name in swept else prelude[value])
+        graph, buffers, values = plan.graph, [], []
+        for module, leaf, _, name in self._owners(graph):
+            if name is not None:
+                buffers.append(getattr(module, leaf))
+                values.append(swept[name] if name in swept else prelude[graph.mutations[name]])
         places = {t.untyped_storage().data_ptr() for t in buffers}  # one may move into another
         values = [t.clone() if t.untyped_storage().data_ptr() in places else t for t in values]
         with torch.no_grad():

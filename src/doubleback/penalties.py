@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .errors import InputError
+from .graph import draws
 from .losses import Loss, make_loss, refuse_others
 from .norms import SquaredNorm, as_norm
 from .spaces import per_example
@@ -36,7 +37,7 @@ class _Draws(TorchDispatchMode):
     drew = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.drew |= torch.Tag.nondeterministic_seeded in func.tags
+        self.drew |= draws(func)
         return func(*args, **(kwargs or {}))
 
     def refuse(self) -> None:

@@ -18,10 +18,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
-
 from .errors import RuleError
-from .graph import Graph, Node
+from .graph import Graph, Node, draws
 from .renewal import Renewal, find_renewals
 from .rules import GENERIC, Rule, Structure, find_rule
 
@@ -176,15 +174,11 @@ def _dependent(graph: Graph, sources: Iterable[int]) -> set[int]:
     value drew: drawn before the sweeps, they would not be those that the network draws."""
     found, drawn = set(sources), False
     for node in graph.nodes:
-        late = drawn and _draws(node) and (find_rule(node.op).own or not node.inputs)
+        late = drawn and draws(node.op) and (find_rule(node.op).own or not node.inputs)
         if late or any(v in found for v in node.inputs):
             found.update(node.outputs)
-            drawn = drawn or _draws(node)
+            drawn = drawn or draws(node.op)
     return found
-
-
-def _draws(node: Node) -> bool:
-    return torch.Tag.nondeterministic_seeded in getattr(node.op, "tags", ())
 
 
 def _flow(graph: Graph, sources: Iterable[int], rules: Mapping[int, Rule]) -> set[int]:
@@ -316,7 +310,7 @@ def _channels_last(
 
 def _check_random(step: Step) -> None:
     """A random operator cannot be run again by the generic rule: it would draw anew."""
-    if _draws(step.node) and step.differentiated and not step.rule.own:
+    if draws(step.node.op) and step.differentiated and not step.rule.own:
         raise RuleError(
             f"{step.node} draws random numbers and has no rule of its own, so its derivative "
             f"would see other numbers ({step.node.source}). Remedy: db.register_rule for it."

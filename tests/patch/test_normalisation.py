@@ -33,9 +33,20 @@ NORMS = {  # function of (x, w, b), shape of w
 STOCK_IS_WRONG = ("layer", "instance", "batch")  # at third order, and of tangents
 
 
-def problem(key: str, affine: bool = True):
+def every_norm(test):
+    """With and without weight and bias, in both layouts."""
+    for name, values in (
+        ("affine", [True, False]),
+        ("form", [torch.contiguous_format, torch.channels_last]),
+        ("key", list(NORMS)),
+    ):
+        test = pytest.mark.parametrize(name, values)(test)
+    return test
+
+
+def problem(key: str, affine: bool = True, form: torch.memory_format = torch.contiguous_format):
     function, shape = NORMS[key]
-    inputs = [random(*X).requires_grad_()]
+    inputs = [random(*X).contiguous(memory_format=form).requires_grad_()]
     if affine:
         inputs += [random(*shape, seed=i).requires_grad_() for i in (1, 2)][
             : 1 if key == "rms" else 2
@@ -47,12 +58,9 @@ def problem(key: str, affine: bool = True):
     return norm, inputs
 
 
-@pytest.mark.parametrize("affine", [True, False])
-@pytest.mark.parametrize("form", [torch.contiguous_format, torch.channels_last])
-@pytest.mark.parametrize("key", NORMS)
+@every_norm
 def test_batched_gradients_are_those_of_one_cotangent_at_a_time(key, form, affine):
-    norm, inputs = problem(key, affine)
-    inputs[0] = inputs[0].detach().contiguous(memory_format=form).requires_grad_()
+    norm, inputs = problem(key, affine, form)
     seeds = random(3, *X, seed=4)
     with db.patched():
         (g,) = torch.autograd.grad(norm(*inputs).pow(3).sum(), inputs[0], create_graph=True)
@@ -94,12 +102,9 @@ def test_derivatives_of_group_norm_s_statistics():
         assert error(gradients(), [expected]) < 1e-12
 
 
-@pytest.mark.parametrize("affine", [True, False])
-@pytest.mark.parametrize("form", [torch.contiguous_format, torch.channels_last])
-@pytest.mark.parametrize("key", NORMS)
+@every_norm
 def test_second_order_is_stock_s(key, form, affine):
-    norm, inputs = problem(key, affine)
-    inputs[0] = inputs[0].detach().contiguous(memory_format=form).requires_grad_()
+    norm, inputs = problem(key, affine, form)
 
     def function():
         return norm(*inputs).sin()

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from ..capture import capture
 from ..errors import InputError, OutputChoiceError
-from ..graph import Graph, Meta, Node, Ref, map_refs
+from ..graph import Graph, Meta, Node, Ref, draws, map_refs
 from ..rules import Call, Rule, find_rule
 
 aten = torch.ops.aten
@@ -177,9 +177,7 @@ def _refuse_coupled_layers(net: nn.Module) -> None:
 
 def _refuse_randomness(nodes: Iterable[Node]) -> None:
     for node in nodes:
-        if node.op is aten.native_dropout.default or torch.Tag.nondeterministic_seeded in (
-            node.op.tags
-        ):
+        if node.op is aten.native_dropout.default or draws(node.op):
             raise InputError(f"{node.op} at {node.source} is random; call net.eval() first")
 
 
