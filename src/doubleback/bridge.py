@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from . import sweeps
 from .errors import StaleGraphError, ThirdDerivativeError
+from .kernels.depthwise import taps_first
 from .losses import Loss
 from .penalties import LossGradient, Penalty
 from .plan import Plan
@@ -105,19 +106,22 @@ class Program:
         return [*swept, *own]
 
     def _laid_out(self, leaves: Mapping[int, Tensor]) -> Mapping[int, Tensor]:
-        """Images and filters channels-last where the plan says so."""
-        if not self.plan.channels_last:
+        """Images and filters in the layouts of the plan."""
+        plan = self.plan
+        if not plan.channels_last and not plan.taps_first:
             return leaves
-        return {
-            v: t.contiguous(memory_format=torch.channels_last)
-            if v in self.plan.channels_last
-            else t
-            for v, t in leaves.items()
-        }
+        laid = dict(leaves)
+        for v, t in leaves.items():
+            if v in plan.channels_last:
+                laid[v] = t.contiguous(memory_format=torch.channels_last)
+            elif v in plan.taps_first:
+                laid[v] = taps_first(t)
+        return laid
 
     def _usual(self, t: Tensor) -> Tensor:
         """Back to the usual layout."""
-        return t.contiguous() if self.plan.channels_last and t.dim() == 4 else t
+        laid = self.plan.channels_last or self.plan.taps_first
+        return t.contiguous() if laid and t.dim() == 4 else t
 
     def step(
         self,

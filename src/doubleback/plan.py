@@ -72,6 +72,7 @@ class Plan:
     drop_second: tuple[tuple[int, ...], ...]
     renewals: Mapping[int, Renewal]
     channels_last: frozenset[int] = frozenset()
+    taps_first: frozenset[int] = frozenset()
 
     @property
     def leaves(self) -> tuple[int, ...]:
@@ -151,7 +152,7 @@ def make_plan(
         _drops([s.node.inputs + s.node.outputs for s in steps], keep={target}),
         _drops([_read_values(s) for s in reversed(steps)], keep=set()),
         find_renewals(graph, steps, target) if recompute else {},
-        _channels_last(graph, steps, penalised, outer),
+        *_layouts(graph, steps, penalised, outer),
     )  # fmt: skip
 
 
@@ -291,21 +292,24 @@ def _drops(uses: Sequence[Sequence[int]], keep: set[int]) -> tuple[tuple[int, ..
     return tuple(tuple(d) for d in drops)
 
 
-def _channels_last(
+def _layouts(
     graph: Graph, steps: Sequence[Step], images: Sequence[int], leaves: Sequence[int]
-) -> frozenset[int]:
-    """Images and filters that the sweeps hold channels-last on a GPU, whose convolutions and
-    batch norms are faster so and copy less; results come back in the usual layout."""
-    filters = {
-        s.node.inputs[1]
+) -> tuple[frozenset[int], frozenset[int]]:
+    """Images and filters that the sweeps hold channels-last on a GPU, whose convolutions and batch
+    norms are faster so and copy less, and depthwise filters, which they hold taps-first; results
+    come back in the usual layout."""
+    layers = [
+        s.node.inputs[:2]
         for s in steps
         if str(s.node.op._schema.name) in ("aten::conv2d", "aten::convolution")
         and len(graph.shape(s.node.inputs[1])) == 4
-    }
-    if not filters or any(m is not None and m.device.type != "cuda" for m in graph.values):
-        return frozenset()
-    held = [*images, *(v for v in leaves if v in filters)]
-    return frozenset(v for v in held if len(graph.shape(v)) == 4)
+    ]
+    if not layers or any(m is not None and m.device.type != "cuda" for m in graph.values):
+        return frozenset(), frozenset()
+    depthwise = {w for x, w in layers if graph.shape(w)[:2] == (graph.shape(x)[-3], 1) != (1, 1)}
+    filters = {w for _, w in layers if w in leaves}
+    held = frozenset(v for v in images if len(graph.shape(v)) == 4)
+    return held | (filters - depthwise), frozenset(filters & depthwise)
 
 
 def _check_random(step: Step) -> None:

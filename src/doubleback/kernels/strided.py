@@ -125,16 +125,20 @@ class Strided:
         folded = aten.convolution_backward(y, like, filters, None, *_UNIT, [True, False, False])[0]
         return self.unfold(folded.permute(0, 2, 3, 1))
 
-    def weight_adjoint(self, x: Tensor, y: Tensor) -> Tensor:
+    def weight_adjoint(
+        self, x: Tensor, y: Tensor, bias: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """K□(x, y), and the sum of y for a bias."""
+        total = y.sum((0, 2, 3)) if bias else None
         folded = self.fold(x)
         if self.dense:
             rows = y.permute(0, 2, 3, 1).reshape(-1, self.after)
             found = rows.t() @ folded.reshape(-1, folded.shape[-1])
-            return self.unfilters(found[:, :, None, None])
+            return self.unfilters(found[:, :, None, None]), total
         like = _unread(y, (self.after, folded.shape[-1], *self.taps))
         folded = folded.permute(0, 3, 1, 2)
         found = aten.convolution_backward(y, folded, like, None, *_UNIT, [False, True, False])[1]
-        return self.unfilters(found)
+        return self.unfilters(found), total
 
 
 _UNIT = ((1, 1), (0, 0), (1, 1), False, (0, 0), 1)

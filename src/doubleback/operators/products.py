@@ -12,6 +12,7 @@ from torch import Tensor
 from ..counting import counted
 from ..errors import InputError
 from ..kernels import locally_connected as local
+from ..kernels.depthwise import Depthwise, Part
 from ..kernels.strided import Strided, pays
 from .base import Operator, Shape, placeholder, shape_of
 
@@ -79,21 +80,25 @@ class Convolution(Operator):
         extra = self.output_padding or (0,) * len(self.stride)
         return (self.stride, self.padding, self.dilation, self.transposed, extra, self.groups)
 
-    def _strided(
-        self, like: Tensor, x_shape: Sequence[int], weight_shape: Sequence[int],
-        transpose: bool = False,
-    ) -> Strided | None:  # fmt: skip
-        """The other way to compute this convolution, or its transpose, where that is faster."""
-        options = (self.stride, self.padding, self.dilation, self.groups)
-        if self.transposed or not pays(like.device, weight_shape, *options, transpose):
+    def _instead(
+        self, part: Part, tensors: Sequence[Tensor | None], x_shape: Sequence[int],
+        weight_shape: Sequence[int],
+    ) -> Depthwise | Strided | None:  # fmt: skip
+        """Another way to compute a part of this convolution from `tensors`, where it is faster than
+        PyTorch's."""
+        if self.transposed:
             return None
-        return Strided(x_shape, weight_shape, self.stride, self.padding)
+        options = (self.stride, self.padding, self.dilation, self.groups)
+        device = next(t.device for t in tensors if t is not None)
+        if pays(device, weight_shape, *options, part == "Kᵀ"):
+            return Strided(x_shape, weight_shape, self.stride, self.padding)
+        return Depthwise.where_faster(part, tensors, x_shape, weight_shape, *options)
 
     def forward(self, weight: Tensor, x: Tensor, bias: Tensor | None = None) -> Tensor:
         counted(forward=1)
-        strided = self._strided(x, x.shape, weight.shape)
-        if strided is not None:
-            return strided.forward(weight, x, bias)
+        instead = self._instead("K", (x, weight, bias), x.shape, weight.shape)
+        if instead is not None:
+            return instead.forward(weight, x, bias)
         return aten.convolution(x, weight, bias, *self._options())
 
     def transpose(
@@ -133,24 +138,21 @@ class Convolution(Operator):
         layout of an x.
         """
         counted(transpose=int(wanted[0]), weight_adjoint=int(wanted[1]))
-        forward, transpose = (
-            self._strided(y, x_shape, weight_shape, turned) for turned in (False, True)
-        )
-        if forward is None and (transpose is None or not wanted[0]):
-            return self._adjoints(x, weight, y, x_shape, weight_shape, wanted, like)
+        shapes = (x_shape, weight_shape)
+        turned = self._instead("Kᵀ", (y, weight), *shapes) if wanted[0] else None
+        crossed = self._instead("K□", (x, y), *shapes) if wanted[1] else None
         dx = dw = db = None
-        if wanted[0]:
-            assert transpose is not None and weight is not None
-            dx = transpose.transpose(weight, y)
-        if wanted[1]:
-            assert x is not None
-            if forward is not None:
-                dw = forward.weight_adjoint(x, y)
-            else:
-                rest = (False, True, False)
-                dw = self._adjoints(x, None, y, x_shape, weight_shape, rest, None)[1]
-        if wanted[2]:
-            db = y.sum((0, 2, 3))
+        if turned is not None and weight is not None:
+            dx = turned.transpose(weight, y)
+        if crossed is not None and x is not None:
+            dw, db = crossed.weight_adjoint(x, y, wanted[2])
+        rest = (wanted[0] and dx is None, wanted[1] and dw is None, wanted[2] and db is None)
+        if any(rest):
+            found = self._adjoints(x, weight, y, *shapes, rest, like)
+            dx, dw, db = (
+                new if need else old
+                for old, new, need in zip((dx, dw, db), found, rest, strict=True)
+            )
         return dx, dw, db  # type: ignore[return-value]
 
     def _adjoints(self, x, weight, y, x_shape, weight_shape, wanted, like) -> Any:
