@@ -136,15 +136,29 @@ ADD_PRODUCT = torch.ops.doubleback.add_product.default
 
 
 def compiled(graph: torch.fx.GraphModule, compiler: bool | str) -> Callable:
-    chosen = compiler if isinstance(compiler, str) else None
-    run = torch.compile(graph, fullgraph=True, dynamic=False, mode=chosen)
+    """The graph by Inductor, compiled when first called. Only the modes of `torch.compile` need
+    Dynamo, which would trace the straight graph again and look at every input at every call."""
+    runs: dict[bool, Callable] = {}
+    if isinstance(compiler, str):
+        by_dynamo = torch.compile(graph, fullgraph=True, dynamic=False, mode=compiler)
+        runs = {False: by_dynamo, True: by_dynamo}
 
     def call(tensors: list[Tensor]) -> Sequence[Tensor]:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        run = runs.get(deterministic)
+        if run is None:
+            run = runs[deterministic] = _by_inductor(graph, tensors)
         given = tuple(tensors)
         tensors.clear()
         return run(*given)
 
     return call
+
+
+def _by_inductor(graph: torch.fx.GraphModule, tensors: list[Tensor]) -> Callable:
+    from torch._inductor.compile_fx import compile_fx  # imports much that nobody else needs
+
+    return compile_fx(graph, list(tensors))  # type: ignore[return-value]
 
 
 _DIRECT = frozenset(
