@@ -37,7 +37,8 @@ from .groups import eager
 from .launch import Launch, look, planned, tl
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-LARGEST = 7  # taps along an axis: K□ holds a row of them in registers
+LARGEST = 7  # taps along an axis: K□ holds a row of them in registers,
+FEW = 9  # or all, up to so many
 WIDEST = 24  # inputs that a strip reads from a row
 TILE = 512  # strips × channels that a program holds
 RESIDENT = 12  # programs per multiprocessor, for sums
@@ -245,12 +246,14 @@ class _Sum(NamedTuple):
         if x.is_cuda:
             chip = torch.cuda.get_device_properties(x.device)
             resident = RESIDENT * chip.multi_processor_count
-        parts = max(1, min(count, resident // (kernel[0] * tiles.blocks)))
+        taps = kernel[0] * kernel[1]
+        tap_rows = kernel[0] if taps <= FEW else 1
+        sets = kernel[0] // tap_rows * tiles.blocks
+        parts = max(1, min(count, resident // sets))
         numbers = (channels, *x.shape[2:], *sizes, *tiles[3:5], count, parts)
-        programs = kernel[0] * parts * tiles.blocks
-        constants = {**constants, "BIAS": bias, **tiles.constants}
-        collect = Launch(adjoint_kernel, (programs,), numbers, **constants)
-        taps, at_once = kernel[0] * kernel[1], min(_power(parts), 64)
+        constants |= {"BIAS": bias, "TAP_ROWS": tap_rows, **tiles.constants}
+        collect = Launch(adjoint_kernel, (parts * sets,), numbers, **constants)
+        at_once = min(_power(parts), 64)
         width = min(tiles.channels, 32)
         blocks = -(-channels // width)
         add = Launch(

@@ -109,19 +109,19 @@ def apply_kernel(
 
 @jit
 def _meet(
-    acc, value, y0, y1, y2, y3, j: tl.constexpr, k: tl.constexpr, S: tl.constexpr,
-    D: tl.constexpr, PAD: tl.constexpr,
+    acc, value, y0, y1, y2, y3, j: tl.constexpr, k: tl.constexpr, K: tl.constexpr,
+    S: tl.constexpr, D: tl.constexpr, PAD: tl.constexpr,
 ):  # fmt: skip
-    """The products of input j with those outputs that reach it by tap k."""
-    n: tl.constexpr = j + PAD - D * k
-    if n == 0:
-        acc += value * y0
-    if n == S:
-        acc += value * y1
-    if n == 2 * S:
-        acc += value * y2
-    if n == 3 * S:
-        acc += value * y3
+    """The products of input j with those outputs that reach it by tap k, if there is one."""
+    if k >= 0 and k < K:
+        if j + PAD - D * k == 0:
+            acc += value * y0
+        if j + PAD - D * k == S:
+            acc += value * y1
+        if j + PAD - D * k == 2 * S:
+            acc += value * y2
+        if j + PAD - D * k == 3 * S:
+            acc += value * y3
     return acc
 
 
@@ -132,9 +132,9 @@ def _output(y_ptr, at, column, columns, live, channels, o: tl.constexpr, ACC: tl
 
 
 @jit
-def _keep(parts_ptr, acc, row, known, channels, k: tl.constexpr, K: tl.constexpr):
-    if k < K:
-        tl.store(parts_ptr + (row + k) * channels, tl.sum(acc, 0), mask=known)
+def _keep(parts_ptr, acc, first, known, channels, k: tl.constexpr, COUNT: tl.constexpr):
+    if k < COUNT:
+        tl.store(parts_ptr + (first + k) * channels, tl.sum(acc, 0), mask=known)
 
 
 @jit
@@ -143,11 +143,13 @@ def adjoint_kernel(
     column_tiles, tiles, parts,
     KH: tl.constexpr, KW: tl.constexpr, SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr,
     PW: tl.constexpr, DH: tl.constexpr, DW: tl.constexpr, BIAS: tl.constexpr,
-    FIRST: tl.constexpr, STOP: tl.constexpr, ROWS: tl.constexpr, STRIPS: tl.constexpr,
-    CHANNELS: tl.constexpr, ACC: tl.constexpr,
+    FIRST: tl.constexpr, STOP: tl.constexpr, TAP_ROWS: tl.constexpr, ROWS: tl.constexpr,
+    STRIPS: tl.constexpr, CHANNELS: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """One row of taps of K□(x, y), summed over a share of the tiles; and Σ y."""
-    kh, rest = tl.program_id(0) % KH, tl.program_id(0) // KH
+    """K□(x, y), one row of its taps or all where they are few (TAP_ROWS), summed over a share of
+    the tiles; and Σ y."""
+    groups = KH // TAP_ROWS
+    top, rest = tl.program_id(0) % groups * TAP_ROWS, tl.program_id(0) // groups
     part, block = rest % parts, rest // parts
     channel = block * CHANNELS + tl.arange(0, CHANNELS)
     known = channel < channels
@@ -158,6 +160,8 @@ def adjoint_kernel(
     acc4 = tl.zeros((ROWS * STRIPS, CHANNELS), ACC)
     acc5 = tl.zeros((ROWS * STRIPS, CHANNELS), ACC)
     acc6 = tl.zeros((ROWS * STRIPS, CHANNELS), ACC)
+    acc7 = tl.zeros((ROWS * STRIPS, CHANNELS), ACC)
+    acc8 = tl.zeros((ROWS * STRIPS, CHANNELS), ACC)
     total = tl.zeros((ROWS * STRIPS, CHANNELS), ACC)
     for tile in range(part, tiles, parts):
         example, row, column, exists = _strips(
@@ -173,33 +177,38 @@ def adjoint_kernel(
         y3 = _output(y_ptr, at, column, y_columns, live, channels, 3, ACC)
         if BIAS:
             total += y0 + y1 + y2 + y3
-        source, left = row * SH + kh * DH - PH, column * SW
-        inside = exists & (source >= 0) & (source < x_rows)
-        image = x_ptr + example * x_rows * x_columns * channels
-        start = (source * x_columns + left) * channels
-        for j in tl.static_range(FIRST, STOP):
-            here = inside & (left + j >= 0) & (left + j < x_columns)
-            value = tl.load(
-                image + (start + j * channels)[:, None] + channel[None, :],
-                mask=here[:, None] & known[None, :], other=0,
-            ).to(ACC)  # fmt: skip
-            acc0 = _meet(acc0, value, y0, y1, y2, y3, j, 0, SW, DW, PW)
-            acc1 = _meet(acc1, value, y0, y1, y2, y3, j, 1, SW, DW, PW)
-            acc2 = _meet(acc2, value, y0, y1, y2, y3, j, 2, SW, DW, PW)
-            acc3 = _meet(acc3, value, y0, y1, y2, y3, j, 3, SW, DW, PW)
-            acc4 = _meet(acc4, value, y0, y1, y2, y3, j, 4, SW, DW, PW)
-            acc5 = _meet(acc5, value, y0, y1, y2, y3, j, 5, SW, DW, PW)
-            acc6 = _meet(acc6, value, y0, y1, y2, y3, j, 6, SW, DW, PW)
+        image, left = x_ptr + example * x_rows * x_columns * channels, column * SW
+        for i in tl.static_range(TAP_ROWS):
+            source = row * SH + (top + i) * DH - PH
+            inside = exists & (source >= 0) & (source < x_rows)
+            start = (source * x_columns + left) * channels
+            for j in tl.static_range(FIRST, STOP):
+                here = inside & (left + j >= 0) & (left + j < x_columns)
+                v = tl.load(
+                    image + (start + j * channels)[:, None] + channel[None, :],
+                    mask=here[:, None] & known[None, :], other=0,
+                ).to(ACC)  # fmt: skip
+                acc0 = _meet(acc0, v, y0, y1, y2, y3, j, -i * KW, KW, SW, DW, PW)
+                acc1 = _meet(acc1, v, y0, y1, y2, y3, j, 1 - i * KW, KW, SW, DW, PW)
+                acc2 = _meet(acc2, v, y0, y1, y2, y3, j, 2 - i * KW, KW, SW, DW, PW)
+                acc3 = _meet(acc3, v, y0, y1, y2, y3, j, 3 - i * KW, KW, SW, DW, PW)
+                acc4 = _meet(acc4, v, y0, y1, y2, y3, j, 4 - i * KW, KW, SW, DW, PW)
+                acc5 = _meet(acc5, v, y0, y1, y2, y3, j, 5 - i * KW, KW, SW, DW, PW)
+                acc6 = _meet(acc6, v, y0, y1, y2, y3, j, 6 - i * KW, KW, SW, DW, PW)
+                acc7 = _meet(acc7, v, y0, y1, y2, y3, j, 7 - i * KW, KW, SW, DW, PW)
+                acc8 = _meet(acc8, v, y0, y1, y2, y3, j, 8 - i * KW, KW, SW, DW, PW)
     mine = parts_ptr + tl.cast(part, tl.int64) * (KH * KW + BIAS) * channels + channel
-    _keep(mine, acc0, kh * KW, known, channels, 0, KW)
-    _keep(mine, acc1, kh * KW, known, channels, 1, KW)
-    _keep(mine, acc2, kh * KW, known, channels, 2, KW)
-    _keep(mine, acc3, kh * KW, known, channels, 3, KW)
-    _keep(mine, acc4, kh * KW, known, channels, 4, KW)
-    _keep(mine, acc5, kh * KW, known, channels, 5, KW)
-    _keep(mine, acc6, kh * KW, known, channels, 6, KW)
+    _keep(mine, acc0, top * KW, known, channels, 0, TAP_ROWS * KW)
+    _keep(mine, acc1, top * KW, known, channels, 1, TAP_ROWS * KW)
+    _keep(mine, acc2, top * KW, known, channels, 2, TAP_ROWS * KW)
+    _keep(mine, acc3, top * KW, known, channels, 3, TAP_ROWS * KW)
+    _keep(mine, acc4, top * KW, known, channels, 4, TAP_ROWS * KW)
+    _keep(mine, acc5, top * KW, known, channels, 5, TAP_ROWS * KW)
+    _keep(mine, acc6, top * KW, known, channels, 6, TAP_ROWS * KW)
+    _keep(mine, acc7, top * KW, known, channels, 7, TAP_ROWS * KW)
+    _keep(mine, acc8, top * KW, known, channels, 8, TAP_ROWS * KW)
     if BIAS:
-        _keep(mine, total, KH * KW, known & (kh == 0), channels, 0, KW)
+        _keep(mine, total, KH * KW, known & (top == 0), channels, 0, 1)
 
 
 @jit
