@@ -8,6 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from .kernels.mode import direct, library
 
@@ -156,9 +159,14 @@ def compiled(graph: torch.fx.GraphModule, compiler: bool | str) -> Callable:
 
 
 def _by_inductor(graph: torch.fx.GraphModule, tensors: list[Tensor]) -> Callable:
+    """Inductor on tensors without numbers, in the context in which Dynamo would call it: without
+    a shape environment nothing would be found in, or put into, its caches on disk."""
     from torch._inductor.compile_fx import compile_fx  # imports much that nobody else needs
 
-    return compile_fx(graph, list(tensors))  # type: ignore[return-value]
+    fakes = FakeTensorMode(shape_env=ShapeEnv())
+    given = [fakes.from_tensor(t, static_shapes=True) for t in tensors]
+    with tracing(TracingContext(fakes)):
+        return compile_fx(graph, given)  # type: ignore[return-value]
 
 
 _DIRECT = frozenset(
