@@ -56,7 +56,9 @@ def arguments() -> argparse.Namespace:
     add("--cap-seconds", type=float, help="timed seconds per method; default: 2; CPU: 0.5")
     add("--budget-seconds", type=float, help="for the whole run")
     add("--limit-seconds", type=float, default=420.0, help="for one network and dtype")
+    add("--jax-seconds", type=float, default=120.0, help="for JAX on one network and dtype")
     add("--warm-cache", action="store_true", help="first compile everything in parallel")
+    add("--compile-seconds", type=float, help="for that; default: half of the budget")
     add("--together", action="store_true", help="compile all at once, then measure one by one")
     add("--start-by", type=float, default=300.0, help="with --together: seconds for compiling")
     add("--ahead", type=int, help="workers that start up while one measures; default: 1; CPU: 0")
@@ -83,6 +85,7 @@ def arguments() -> argparse.Namespace:
     chosen.cap_seconds = chosen.cap_seconds or (0.5 if cpu else 2.0)
     chosen.ahead = (0 if cpu else 1) if chosen.ahead is None else chosen.ahead
     chosen.budget_seconds = chosen.budget_seconds or float("inf")
+    chosen.compile_seconds = chosen.compile_seconds or chosen.budget_seconds / 2
     return chosen
 
 
@@ -199,18 +202,17 @@ class Task:
             return 1.0
         return nets.TABLE[self.net].gib * (1.0 if self.dtype == "float32" else 0.5) + 1
 
-    def run(self, limit_s: float, threads: int | None = None) -> dict[str, Any]:
+    def run(
+        self, limit_s: float, threads: int | None = None, deadline: float = float("inf")
+    ) -> dict[str, Any]:
         """The worker's facts, its rows completed: every method has one, if only an error."""
         with tempfile.TemporaryDirectory() as folder_name:
             folder = Path(folder_name)
             variables = environment(self.chosen, threads)
-            share = 0.75 if self.jax_methods and self.torch_methods else 1.0
-            facts = self._worker(folder, variables, share * limit_s)
+            facts = self._worker(folder, variables, limit_s)
             if self.jax_methods:
-                begun = folder / "begun"
-                used = time.time() - begun.stat().st_mtime if begun.exists() else 0.0
-                left = max(limit_s - used, 0.25 * limit_s)
                 with alone(self.gate):
+                    left = min(self.chosen.jax_seconds, deadline - time.monotonic())
                     facts["rows"] |= self._jax(folder, variables, left)
         return facts
 
@@ -310,8 +312,12 @@ def device_gib(device: str) -> float:
     return 0.85 * int(answer.stdout) / 2**30
 
 
-def warm_cache(chosen: argparse.Namespace, deadline: float) -> None:
-    """Compile in parallel processes, so that the timed pass finds the kernels in the caches.
+Failures = dict[tuple[str, str, str], str]  # network, dtype, method → what went wrong
+
+
+def warm_cache(chosen: argparse.Namespace, deadline: float) -> Failures:
+    """Compile in parallel processes, so that the timed pass finds the kernels in the caches. What
+    could not be compiled is returned: there is no use in trying again.
 
     What was tuned by timing on the crowded device is forgotten again: Inductor's choices among
     its compiled configurations are deleted and made anew in the timed pass, and JAX, whose cache
@@ -327,25 +333,30 @@ def warm_cache(chosen: argparse.Namespace, deadline: float) -> None:
     tasks.sort(key=lambda task: not nets.TABLE[task.net].heavy)
     memory = Memory(device_gib(chosen.device))
     threads = max(1, (os.cpu_count() or 2) // max(1, chosen.jobs))
+    failures: Failures = {}
 
     def compile_one(task: Task) -> None:
         (name,) = task.torch_methods
         with memory.take(task.gib):
-            left = deadline - time.monotonic()
-            if left < 10:
-                return print(f"  not compiled, budget spent: {task.net} {task.dtype} {name}")
             start = time.monotonic()
-            rows = task.run(min(left, chosen.limit_seconds), threads)["rows"]
+            left = deadline - start
+            error = "no time left"
+            if left >= 10:
+                facts = task.run(min(left, chosen.limit_seconds), threads)
+                error = facts["rows"][name]["error"]
         seconds = time.monotonic() - start
         print(f"  {seconds:6.1f} s  {task.net} {task.dtype}: {name}", flush=True)
-        if rows[name]["error"]:
-            print(f"           {rows[name]['error'].splitlines()[0][:160]}", flush=True)
+        if error:
+            print(f"           {error.splitlines()[0][:160]}", flush=True)
+            text = f"not compiled in {seconds:.0f} s, {chosen.jobs} at a time: {error}"
+            failures[task.net, task.dtype, name] = text
 
     print(f"compiling {len(tasks)} methods, {chosen.jobs} at a time", flush=True)
     with ThreadPoolExecutor(chosen.jobs) as pool:
         list(pool.map(compile_one, tasks))
     for choice in (chosen.cache_dir / "inductor").rglob("*.best_config"):
         choice.unlink()
+    return failures
 
 
 def together(chosen: argparse.Namespace, document: dict[str, Any], deadline: float) -> None:
@@ -390,10 +401,15 @@ def together(chosen: argparse.Namespace, document: dict[str, Any], deadline: flo
     report.write(chosen.out, document)
 
 
-def timed_pass(chosen: argparse.Namespace, document: dict[str, Any], deadline: float) -> None:
+def timed_pass(
+    chosen: argparse.Namespace, document: dict[str, Any], deadline: float, failures: Failures
+) -> None:
     """One network and dtype after the other; the next worker starts up while one measures."""
-    pairs = [(net, dtype) for net in chosen.nets for dtype in chosen.dtypes]
-    tasks = [Task(chosen, *pair, selected(chosen, pair[0]), compile_only=False) for pair in pairs]
+    pairs = [(net, dtype) for dtype in chosen.dtypes for net in chosen.nets]
+    tasks = []
+    for pair in pairs:
+        names = [name for name in selected(chosen, pair[0]) if (*pair, name) not in failures]
+        tasks.append(Task(chosen, *pair, names, compile_only=False))
 
     def run(i: int) -> dict[str, Any]:
         task, left = tasks[i], deadline - time.monotonic()
@@ -401,7 +417,8 @@ def timed_pass(chosen: argparse.Namespace, document: dict[str, Any], deadline: f
         if left < 20:
             error = {"error": "not run: budget spent"}
             return {"rows": {m: dict(error) for m in task.torch_methods + task.jax_methods}}
-        return task.run(min(chosen.limit_seconds, left, max(60.0, share)))
+        limit = min(chosen.limit_seconds, left, max(60.0, share))
+        return task.run(limit, deadline=deadline)
 
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(1 + chosen.ahead) as pool:
         for task in tasks:
@@ -410,6 +427,9 @@ def timed_pass(chosen: argparse.Namespace, document: dict[str, Any], deadline: f
         for task, facts in zip(tasks, pool.map(run, range(len(tasks))), strict=True):
             document["hardware"] = facts.get("hardware", document["hardware"])
             document["versions"] |= facts.get("versions", {})
+            for (net, dtype, name), text in failures.items():
+                if (net, dtype) == (task.net, task.dtype):
+                    facts["rows"][name] = {"error": text}
             weight = nets.TABLE[task.net].weight
             rows = report.complete(task.net, task.dtype, task.size.batch, weight, facts)
             document["results"] += rows
@@ -432,9 +452,10 @@ def main() -> int:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, end_all)
     deadline = time.monotonic() + chosen.budget_seconds
+    failures: Failures = {}
     if chosen.warm_cache or chosen.compile_only:
-        half = time.monotonic() + chosen.budget_seconds / 2
-        warm_cache(chosen, deadline if chosen.compile_only else half)
+        half = time.monotonic() + chosen.compile_seconds
+        failures = warm_cache(chosen, deadline if chosen.compile_only else half)
     if chosen.compile_only:
         return 0
     document = {
@@ -445,7 +466,10 @@ def main() -> int:
         "small": chosen.small,
         "results": [],
     }
-    (together if chosen.together else timed_pass)(chosen, document, deadline)
+    if chosen.together:
+        together(chosen, document, deadline)
+    else:
+        timed_pass(chosen, document, deadline, failures)
     print()
     report.overview(document["results"])
     return 0
