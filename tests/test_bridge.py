@@ -159,6 +159,8 @@ def test_a_model_follows_its_attributes(change):
 
 SCALE = 1.0
 
+W3 = torch.tensor([0.5, 2.0, 3.0], dtype=torch.float64)
+
 
 class Sharpened(nn.Module):
     def __init__(self):
@@ -199,6 +201,160 @@ def test_numbers_that_a_loss_reads_may_change(change, loss):
             torch.testing.assert_close(models[0](X, Y)[1], g.square().sum(1).mean())
             for model, own in zip(models, ({}, {"loss": loss}), strict=True):
                 torch.testing.assert_close(model.accumulate(X, Y, **own)[1], expected.mean())
+
+
+# ------------------------------------------------------------- tensors that a loss holds
+
+
+WEIGHTS = torch.ones(3, dtype=torch.float64)
+
+
+def weighted_by_global(out, y):
+    return F.cross_entropy(out, y, WEIGHTS, reduction="none")
+
+
+class Holder:
+    def __init__(self, weights):
+        self.weights = weights
+
+    def loss(self, out, y):
+        return F.cross_entropy(out, y, self.weights, reduction="none")
+
+
+def weighted():
+    """By name: where class weights lie and how they are replaced, and a loss that reads them."""
+
+    def start():
+        return torch.ones(3, dtype=torch.float64)
+
+    module, inside = (nn.CrossEntropyLoss(start(), reduction="none") for _ in range(2))
+    globals().update(WEIGHTS=start())
+    holder, state = Holder(start()), {"weights": start()}
+    yield "module", vars(module)["_buffers"], "weight", module
+    yield "captured module", vars(inside)["_buffers"], "weight", lambda out, y: inside(out, y)
+    yield "method", vars(holder), "weights", holder.loss
+    yield "global", globals(), "WEIGHTS", weighted_by_global
+    yield (
+        "captured",
+        state,
+        "weights",
+        lambda out, y: F.cross_entropy(out, y, state["weights"], reduction="none"),
+    )
+
+
+@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize(
+    ("place", "name", "loss"), [pytest.param(*w[1:], id=w[0]) for w in weighted()]
+)
+def test_tensors_that_a_loss_holds_may_change(place, name, loss, compile):
+    """In place, or replaced by others; they are read anew at every call, without a new graph."""
+    if compile and not isinstance(loss, nn.Module):
+        pytest.skip("compiled once")
+    net = dense()
+    model = db.Penalised(net, db.LossGradient(loss), flatten_after=0, compile=compile)
+    beside = db.Penalised(net, db.OutputGradient(0), flatten_after=0, compile=compile)
+    for change in (lambda: None, lambda: place[name].mul_(3), lambda: place.update({name: W3})):
+        change()
+        x = X.clone().requires_grad_()
+        each = F.cross_entropy(net(x), Y, place[name], reduction="none")
+        (g,) = torch.autograd.grad(each.sum(), x, create_graph=True)
+        penalty = g.square().sum(1).mean()
+        net.zero_grad()
+        (each.mean() + penalty).backward()
+        expected = gradients(net)
+        out, found = model(X, Y)
+        torch.testing.assert_close(found, penalty)
+        (F.cross_entropy(out, Y, place[name], reduction="none").mean() + found).backward()
+        torch.testing.assert_close(gradients(net), expected)
+        model.accumulate(X, Y)
+        torch.testing.assert_close(gradients(net), expected)
+        torch.testing.assert_close(beside.accumulate(X, Y, loss=loss)[1], each.mean())
+        net.zero_grad()
+    for used in (model, beside):
+        (program,) = used._programs.values()
+        assert program.replay.ready
+        kinds = [key[0] for key in program.replay._flat]
+        assert sorted(kinds) == sorted(set(kinds))
+
+
+def test_a_tensor_out_of_sight_is_not_frozen():
+    """In an object whose attribute the function does not name: the sweeps go on node by node, or
+    say so."""
+    seen, box = torch.ones((), dtype=torch.float64), Box()
+
+    def loss(out, y):
+        return seen * F.cross_entropy(out, y, box.get(), reduction="none")
+
+    net = dense()
+    model = db.Penalised(net, db.LossGradient(loss), flatten_after=0)
+    for weights in (box.weights, W3):
+        box.weights = weights
+        expected = F.cross_entropy(net(X), Y, weights, reduction="none").mean()
+        torch.testing.assert_close(model.accumulate(X, Y)[1], expected.detach())
+    compiled = db.Penalised(net, db.LossGradient(loss), compile=True)
+    with pytest.raises(db.RuleError, match=r"a tensor of shape \(3,\) from where it is not looked"):
+        compiled(X, Y)
+
+
+class Box:
+    def __init__(self):
+        self.weights = torch.ones(3, dtype=torch.float64)
+
+    def get(self):
+        return self.weights
+
+
+def test_a_loss_that_the_loop_defines_anew_is_flattened_once():
+    """Known by its code and what it captures; its numbers and tensors are those of each call."""
+    net = dense()
+    model = db.Penalised(net, db.OutputGradient(0), flatten_after=0)
+    criterion = nn.CrossEntropyLoss(reduction="none")
+    graphs = set()
+    for step in range(6):
+        weights, scales = (1.0 + step) * W3, [1.0, 2.0 if step < 3 else 3.0]
+
+        def loss(out, y, weights=weights, scales=scales):
+            return scales[1] * criterion(out, y) * weights[y]
+
+        expected = loss(net(X), Y).mean().detach()
+        torch.testing.assert_close(model.accumulate(X, Y, loss=loss)[1], expected)
+        (program,) = model._programs.values()
+        graphs |= {id(flat) for flat in program.replay._flat.values()}
+    assert len(graphs) == 2  # one for each scale
+
+
+def test_one_tensor_in_two_places_may_become_two():
+    one, two = torch.ones(3, dtype=torch.float64), W3
+    state = {"a": one, "b": one, "c": two}
+
+    def loss(out, y):
+        each = F.cross_entropy(out, y, state["a"] * state["b"].square(), reduction="none")
+        return each * state["c"].sum()
+
+    net = dense()
+    model = db.Penalised(net, db.OutputGradient(0), flatten_after=0)
+    for b in (one, two):
+        state["b"] = b
+        expected = loss(net(X), Y).mean().detach()
+        torch.testing.assert_close(model.accumulate(X, Y, loss=loss)[1], expected)
+
+
+def test_held_tensors_changed_before_backward():
+    loss = nn.CrossEntropyLoss(torch.ones(3, dtype=torch.float64), reduction="none")
+    _, penalty = db.Penalised(dense(), db.LossGradient(loss))(X, Y)
+    loss.weight.mul_(2)
+    with pytest.raises(db.StaleGraphError):
+        penalty.backward()
+
+
+def test_numbers_of_a_captured_module_may_change():
+    inside = nn.CrossEntropyLoss(reduction="none")
+    net = dense()
+    model = db.Penalised(net, db.LossGradient(lambda out, y: inside(out, y)), flatten_after=0)
+    for smoothing in (0.0, 0.3):
+        inside.label_smoothing = smoothing
+        expected = F.cross_entropy(net(X), Y, label_smoothing=smoothing)
+        torch.testing.assert_close(model.accumulate(X, Y)[1], expected.detach())
 
 
 # ----------------------------------------------------------------------------------- corners

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from . import sweeps
+from .closures import tensors_of
 from .errors import StaleGraphError, ThirdDerivativeError
 from .kernels.depthwise import taps_first
 from .losses import Loss
@@ -185,12 +186,13 @@ class Job:
         return {**named, **self.constants}
 
     def read(self, outputs: Sequence[Tensor]) -> list[Tensor]:
-        """What the last two sweeps read of the constants, the penalty's arguments and the
-        outputs, which callers can change in place."""
+        """What the last two sweeps read of the constants, the penalty's arguments, the outputs
+        and what its functions hold, all of which callers can change in place."""
         plan = self.program.plan
         kept = plan.kept | {plan.target} if plan.needs_head_tangent else plan.kept
         found = [t for v, t in self.constants.items() if v in kept]
         found += [t for t in pytree.tree_leaves(self.extra) if isinstance(t, Tensor)]
+        found += tensors_of(self.program.penalty)
         return found + [t for v, t in zip(plan.outputs, outputs, strict=True) if v in kept]
 
 

@@ -26,6 +26,27 @@ _PURE_VIEWS = {
 }  # fmt: skip
 
 
+def take_in(module: torch.fx.GraphModule, held: Sequence[Tensor]) -> None:
+    """Read the last inputs in the place of the tensors `held` that the trace came upon."""
+    if not held:
+        return
+    graph = module.graph
+    inputs = [node for node in graph.nodes if node.op == "placeholder"][-len(held) :]
+    for node in [node for node in graph.nodes if node.op == "get_attr"]:
+        value = getattr(module, str(node.target))
+        if all(user.target is aten.lift_fresh_copy.default for user in node.users):
+            continue  # made while tracing
+        found = [given for t, given in zip(held, inputs, strict=True) if t is value]
+        if not found:
+            raise RuntimeError(
+                f"a function of yours reads a tensor of shape {tuple(value.shape)} from where it "
+                "is not looked for (captured variables, attributes, globals, modules)"
+            )
+        node.replace_all_uses_with(found[0])
+        graph.erase_node(node)
+    module.recompile()
+
+
 def clean(module: torch.fx.GraphModule, for_compiler: bool = False) -> None:
     """Leave out what does nothing: views of the same shape, views of views, the same view twice;
     one call for a product that is added to a gradient. Each call costs the host as much as a

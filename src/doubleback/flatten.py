@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from . import flat_graph, nested, sweeps
+from . import closures, flat_graph, nested, sweeps
 from .bridge import First, Program
 from .calls import kind, remember
 from .counting import Operations, recording, replayed
@@ -67,10 +67,12 @@ def flatten(
     tensors: Sequence[Tensor],
     compiler: bool | str,
     pass_inputs: bool = False,
+    held: Sequence[Tensor] = (),
 ) -> Flat:
     """Trace `fn(tensors)`, which returns nested tensors and constants, and compile the trace.
 
     pass_inputs: an input that is returned unchanged does not travel through the graph.
+    held: tensors that `fn` reads where they lie, for which the last of `tensors` stand in.
     """
     found: dict[str, Any] = {}
 
@@ -92,7 +94,9 @@ def flatten(
 
     context = mode.for_compiler() if compiler else nullcontext()
     with recording() as operations, torch.no_grad(), context:
-        graph = make_fx(flat, tracing_mode="fake")(*tensors)
+        trace = make_fx(flat, tracing_mode="fake", _allow_non_fake_inputs=bool(held))
+        graph = trace(*tensors)
+    flat_graph.take_in(graph, held)
     flat_graph.clean(graph, for_compiler=bool(compiler))
     run = flat_graph.compiled(graph, compiler) if compiler else flat_graph.boxed(graph)
     return Flat(run, found["spec"], found["leaves"], operations)
@@ -144,6 +148,7 @@ class Replay:
         fn: Callable[[Sequence[Tensor]], Any],
         tensors: list[Tensor],
         pass_inputs: bool = False,
+        held: Sequence[Tensor] = (),
     ) -> Flat | None:
         """The flat graph for `key`; None where this network's sweeps cannot be flattened (an
         operator that needs real numbers), which a compiler's user is told and others need not
@@ -151,7 +156,7 @@ class Replay:
         flat = self._flat.get(key)
         if flat is None:
             try:
-                flat = flatten(fn, tensors, self.compiler, pass_inputs)
+                flat = flatten(fn, tensors, self.compiler, pass_inputs, held)
                 remember(self._flat, key, flat)
             except torch.OutOfMemoryError:
                 raise
@@ -196,21 +201,26 @@ class FlattenedProgram:
     def penalty(self) -> Penalty:
         return self.program.penalty
 
+    def held(self, loss: Loss | None = None) -> list[Tensor]:
+        """Tensors that functions of the caller's hold: flat graphs take them as inputs."""
+        return closures.tensors_of(self.penalty, loss)
+
     def first(self, leaves: Mapping[int, Tensor], extra: Sequence[Any], keep: bool = True) -> First:
         if not self.replay.tick():
             return self.program.first(leaves, extra, keep)
-        plan, pack = self.plan, _Pack((dict(leaves), tuple(extra)))
+        held = self.held()
+        plan, pack = self.plan, _Pack((dict(leaves), tuple(extra), tuple(held)))
 
         def run(given: Sequence[Tensor]) -> Any:
-            values, more = pack.rebuild(given)
+            values, more, _ = pack.rebuild(given)
             outputs, values, mutated, state = self.program.first(values, more, keep)
             kept = (state.values, state.saved, state.xi, state.q0) if keep else ()
             # clones: what the caller receives is not to alias an input or what is kept
             outputs = [_fresh(t, given) for t in outputs]
             return (outputs, values, [_fresh(mutated[n], given) for n in plan.mutations]), kept
 
-        key = ("first", keep, pack.key)
-        flat = self.replay.get(key, run, pack.tensors, pass_inputs=True)
+        key = ("first", keep, pack.key, closures.sameness(held))
+        flat = self.replay.get(key, run, pack.tensors, pass_inputs=True, held=held)
         if flat is None:
             return self.program.first(leaves, extra, keep)
         given = pack.tensors
@@ -235,15 +245,17 @@ class FlattenedProgram:
     ) -> list[Tensor | None]:
         if not isinstance(state, FlatState):
             return self.program.last(state, extra, grad_outputs, grad_values, keep)
+        held = self.held()
         pack = _Pack((tuple(extra), dict(grad_outputs), grad_values))
-        count = len(pack.tensors)
+        here, there = len(pack.tensors), len(pack.tensors) + len(state.tensors)
 
         def run(given: Sequence[Tensor]) -> Any:
-            more, seeds, weights = pack.rebuild(given[:count])
-            return self.program.last(state.rebuild(given[count:]), more, seeds, weights)
+            more, seeds, weights = pack.rebuild(given[:here])
+            return self.program.last(state.rebuild(given[here:there]), more, seeds, weights)
 
-        tensors = pack.tensors + state.tensors
-        flat = self.replay.get(("last", state.key, pack.key), run, tensors)
+        tensors = pack.tensors + state.tensors + held
+        key = ("last", state.key, pack.key, closures.sameness(held), *map(kind, held))
+        flat = self.replay.get(key, run, tensors, held=held)
         if flat is None:
             whole = state.rebuild(state.tensors)
             return self.program.last(whole, extra, grad_outputs, grad_values, keep)
@@ -258,16 +270,21 @@ class FlattenedProgram:
         loss: Loss | None,
         target: Any,
         weight: Tensor | None,
+        stand_ins: Sequence[Tensor] | None = None,
     ) -> tuple[list[Tensor], Tensor, Tensor, list[Tensor | None], dict[str, Tensor]]:
+        """stand_ins: what to read in the place of `held(loss)`, where that lies elsewhere."""
         if not self.replay.tick():
             return self.program.step(leaves, extra, loss, target, weight)
-        pack = _Pack((dict(leaves), tuple(extra), target, weight))
+        held = self.held(loss)
+        given = held if stand_ins is None else stand_ins
+        pack = _Pack((dict(leaves), tuple(extra), target, weight, tuple(given)))
 
         def run(given: Sequence[Tensor]) -> Any:
-            values, more, y, by = pack.rebuild(given)
+            values, more, y, by, _ = pack.rebuild(given)
             return self.program.step(values, more, loss, y, by)
 
-        flat = self.replay.get(("step", loss, pack.key), run, pack.tensors)
+        key = ("step", loss, pack.key, closures.sameness(held))
+        flat = self.replay.get(key, run, pack.tensors, held=held)
         if flat is None:
             return self.program.step(leaves, extra, loss, target, weight)
         return flat(pack.tensors)

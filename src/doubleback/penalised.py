@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -27,7 +26,7 @@ from .calls import (
     take_apart,
 )
 from .captures import Captures
-from .closures import held_by, numbers
+from .closures import held_by, likeness, numbers
 from .cuda_graphs import GraphedStep
 from .errors import CaptureWarning, InputError
 from .explain import Explanation, explain, explain_jacobian, with_iterations
@@ -36,7 +35,7 @@ from .flatten import FlattenedProgram, Replay
 from .graph import Graph
 from .jacobian import Jacobian, SpectralNorm
 from .jacobian_program import SpectralProgram
-from .losses import Loss, make_loss
+from .losses import CallableLoss, Loss, make_loss
 from .penalties import LossGradient, Penalty
 from .plan import Plan, make_plan
 from .planner import plan_jacobian
@@ -226,21 +225,21 @@ class Penalised(nn.Module):
             return program.step(values, extra, loss, target, weight)
         moves = set(program.plan.penalised)
         moving = ({v: t for v, t in values.items() if v in moves}, extra, target, weight)
-        fixed = {v: t for v, t in values.items() if v not in moves}
+        held = (program.held(loss),) if isinstance(program, FlattenedProgram) else ()
+        fixed = ({v: t for v, t in values.items() if v not in moves}, held)
 
         def run(given: Any, rest: Any) -> tuple:
             x, more, y, by = given
-            return program.step({**x, **rest}, more, loss, y, by)
+            return program.step({**x, **rest[0]}, more, loss, y, by, *rest[1])
 
-        leaves, spec = pytree.tree_flatten(moving)
+        leaves, spec = pytree.tree_flatten((moving, held))
         key = (program, loss, spec, *map(kind, leaves))
         graphed = self._graphed.get(key)
         if graphed is None:
             graphed = GraphedStep(run, moving, fixed)
             remember(self._graphed, key, graphed)
         outputs, loss_value, penalty, grads, mutated = graphed(moving, fixed)
-        outputs = [t.clone() for t in outputs]
-        return outputs, loss_value.clone(), penalty.clone(), grads, mutated
+        return [t.clone() for t in outputs], loss_value.clone(), penalty.clone(), grads, mutated
 
     def explain(self, *args: Any, **kwargs: Any) -> Explanation:
         """The plan for such a call: sweeps, operation counts, FLOPs, memory, rules, and why.
@@ -295,17 +294,14 @@ class Penalised(nn.Module):
         return self._made(loss), args[:place] + args[place + 1 :], args[place]
 
     def _made(self, loss: Any) -> Loss:
-        """One object per loss: flat graphs are found by it. A function that the caller's loop
-        defines anew each time is known by its code, unless it captures something."""
-        key: Any = loss if isinstance(loss, str) else id(loss)
-        if inspect.isfunction(loss):
-            captured = loss.__closure__ or loss.__defaults__ or loss.__kwdefaults__
-            key = id(loss) if captured else loss.__code__
-        key = (key, *numbers(loss))
+        """One object per loss: flat graphs are found by it."""
+        key = (loss if isinstance(loss, str) else likeness(loss), *numbers(loss))
         found = self._losses.get(key)
         if found is None:
             found = make_loss(loss)
             remember(self._losses, key, found)
+        elif isinstance(found, CallableLoss):
+            found.fn = loss  # type: ignore[assignment]  # the same code, perhaps other tensors
         return found
 
     # ------------------------------------------------------------------- graphs and plans

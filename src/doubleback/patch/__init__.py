@@ -33,10 +33,9 @@ def patch(only: Iterable[str] | None = None) -> None:
 
     Calling it twice is calling it once; families add up.
 
-    >>> import torch
     >>> patch(only=["convolution"])
-    >>> patch_report()[0].state
-    'ready'
+    >>> patch_report()[0].state in ("ready", "replaced")  # the latter from its first use on
+    True
     >>> unpatch()
     """
     _patcher.patch(only)
