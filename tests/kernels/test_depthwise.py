@@ -181,6 +181,11 @@ def test_tensors_that_are_left_to_pytorch(monkeypatch):
     assert not depthwise._known([cpu, cpu.clone().requires_grad_()])
     with torch.no_grad():
         assert depthwise._known([cpu, cpu.clone().requires_grad_()])
+    image = torch.ones(2, 3, 4, 4)
+    assert not depthwise._known([image])
+    assert depthwise._known([image.contiguous(memory_format=torch.channels_last)])
+    assert depthwise._known([image[:1, :1].expand_as(image)])
+    assert depthwise._known([torch.ones(3, 1, 4, 4)])  # a filter, the same in both layouts
     seen = []
     torch.func.vmap(lambda t: seen.append(depthwise._known([t])) or t)(cpu)
     assert seen == [False]
@@ -242,8 +247,10 @@ def test_networks_on_a_gpu(compile, monkeypatch):
         if compile:
             pytest.skip("compiling needs a GPU")
         monkeypatch.setattr(depthwise.mode, "on_cuda", lambda *tensors: True)
+    monkeypatch.setattr(depthwise, "_plans", plans := {})
     net = Net().to(DEVICE)
     x, y = torch.randn(3, 2, 8, 9, device=DEVICE), torch.randint(3, (3,), device=DEVICE)
+    x = x.contiguous(memory_format=torch.channels_last)  # on a GPU the sweeps see to it
     model = db.Penalised(net, db.LossGradient("cross_entropy"), compile=compile)
     out, penalty = model(x, y)
     (F.cross_entropy(out, y) + penalty).backward()
@@ -251,6 +258,7 @@ def test_networks_on_a_gpu(compile, monkeypatch):
     net.zero_grad()
     model.accumulate(x, y, loss="cross_entropy", weight=1.0)
     at_once = [p.grad.double() for p in net.parameters()]
+    assert {"K", "Kᵀ", "K□"} == {key[0] for key in plans}
     net.zero_grad()
     net.double()
     x = x.double().requires_grad_()

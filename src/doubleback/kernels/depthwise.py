@@ -109,7 +109,15 @@ def _known(tensors: Sequence[Tensor]) -> bool:
         return False
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
         return False  # PyTorch differentiates its own operators only
+    if any(map(_channels_first, tensors)):
+        return False  # two copies more, and a layout that the caller does not expect
     return mode.recording() or mode.fusing() or eager(*tensors)
+
+
+def _channels_first(t: Tensor) -> bool:
+    """Whether this is an image in the usual layout, and not in that of the kernels as well."""
+    last = torch.channels_last
+    return t.dim() == 4 and t.is_contiguous() and not t.is_contiguous(memory_format=last)
 
 
 # Launching ---------------------------------------------------------------------------------------
