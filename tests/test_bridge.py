@@ -323,6 +323,30 @@ def test_a_loss_that_the_loop_defines_anew_is_flattened_once():
     assert len(graphs) == 2  # one for each scale
 
 
+class Counting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, out, y):
+        self.calls.add_(1)
+        return F.cross_entropy(out, y, reduction="none")
+
+
+def test_a_loss_that_writes_to_what_it_holds_runs_node_by_node():
+    counts = []
+    for after in (None, 0):
+        loss = Counting()
+        model = db.Penalised(dense(), db.LossGradient(loss), flatten_after=after)
+        for _ in range(3):
+            model(X, Y)[1].backward()
+        counts.append(float(loss.calls))
+    assert counts[0] == counts[1] > 0
+    compiled = db.Penalised(dense(), db.LossGradient(Counting()), compile=True)
+    with pytest.raises(db.RuleError, match=r"writes to a tensor of shape \(\) that it holds"):
+        compiled(X, Y)
+
+
 def test_one_tensor_in_two_places_may_become_two():
     one, two = torch.ones(3, dtype=torch.float64), W3
     state = {"a": one, "b": one, "c": two}

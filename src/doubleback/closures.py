@@ -4,6 +4,7 @@ key, and takes its tensors as inputs, so they may change."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
@@ -67,6 +68,21 @@ def sameness(tensors: Sequence[Tensor]) -> tuple[int, ...]:
     """
     first: dict[int, int] = {}
     return tuple(first.setdefault(id(t), i) for i, t in enumerate(tensors))
+
+
+@contextmanager
+def unchanged(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Whoever writes to one of these in here is told so, and it is as it was before."""
+    before = [
+        (t, t._version, t.clone()) for t in tensors if type(t) is Tensor and not t.is_inference()
+    ]
+    yield
+    for t, version, copy in before:
+        if t._version != version:
+            t.copy_(copy)
+            raise RuntimeError(
+                f"a function of yours writes to a tensor of shape {tuple(t.shape)} that it holds"
+            )
 
 
 def _functions(penalty: Any) -> list[Any]:

@@ -93,7 +93,7 @@ def flatten(
         return results
 
     context = mode.for_compiler() if compiler else nullcontext()
-    with recording() as operations, torch.no_grad(), context:
+    with recording() as operations, torch.no_grad(), context, closures.unchanged(held):
         trace = make_fx(flat, tracing_mode="fake", _allow_non_fake_inputs=bool(held))
         graph = trace(*tensors)
     flat_graph.take_in(graph, held)
