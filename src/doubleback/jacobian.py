@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .errors import InputError
+from .kernels.groups import statistics_dtype
 from .norms import Norm, SquaredNorm
 from .penalties import Penalty
 from .rules.softmax import softmax_curvature, softmax_derivative
@@ -118,7 +119,7 @@ class Jacobian(Penalty):
             if self.whole:
                 return torch.arange(size, device=out.device)
             return torch.tensor(_entries(self.entries, out.shape), device=out.device)
-        wide = torch.float64 if out.dtype == torch.float64 else torch.float32
+        wide = statistics_dtype(out)
         basis = helmert(size, wide, out.device) if self.of == "softmax" else None
         if self.projections is None:
             assert basis is not None

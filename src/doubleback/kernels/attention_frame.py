@@ -14,6 +14,7 @@ from torch._C._functorch import peek_interpreter_stack  # pyright: ignore
 
 from ..errors import InputError
 from .attention_fused import Maybe, Residual
+from .groups import statistics_dtype
 
 # Scores per block: a CPU block stays near the cache, a CUDA block fills the device, and a traced
 # program, where every block becomes nodes of its own, has few blocks.
@@ -226,7 +227,7 @@ def frame(q, k, v, mask, is_causal, scale, enable_gqa) -> Frame:
     traced = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
     transformed = peek_interpreter_stack() is not None
     wrapped = torch.is_grad_enabled() or transformed
-    exact = torch.float64 if q.dtype == torch.float64 else torch.float32
+    exact = statistics_dtype(q)
     low = q.dtype in (torch.float16, torch.bfloat16)
     return Frame(
         shape=(*batch, h * g) if max(q.dim(), k.dim(), v.dim()) > 2 else (),

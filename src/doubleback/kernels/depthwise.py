@@ -34,7 +34,7 @@ from torch.utils.flop_counter import register_flop_formula
 from . import launch, mode
 from .depthwise_kernels import adjoint_kernel, apply_kernel, sum_kernel
 from .groups import eager
-from .launch import Launch, look, planned, tl
+from .launch import Launch, look, planned, power_of_two, resident, tl
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LARGEST = 7  # taps along an axis: K□ holds a row of them in registers,
@@ -123,11 +123,6 @@ def _channels_first(t: Tensor) -> bool:
 # Launching ---------------------------------------------------------------------------------------
 
 
-def _power(n: int) -> int:
-    """The smallest power of two that is not below n."""
-    return 1 << (n - 1).bit_length()
-
-
 class _Tiles(NamedTuple):
     """A tile of rows × strips × channels, and how many of each there are."""
 
@@ -140,10 +135,10 @@ class _Tiles(NamedTuple):
 
     @classmethod
     def of(cls, rows: int, columns: int, channels: int) -> _Tiles:
-        width = next((c for c in (64, 32) if channels % c == 0), min(_power(channels), 64))
+        width = next((c for c in (64, 32) if channels % c == 0), min(power_of_two(channels), 64))
         in_row = -(-columns // 4)
-        strips = min(_power(in_row), 4)
-        high = max(1, min(TILE // (width * strips), _power(rows)))
+        strips = min(power_of_two(in_row), 4)
+        high = max(1, min(TILE // (width * strips), power_of_two(rows)))
         counts = (-(-rows // high), -(-in_row // strips), -(-channels // width))
         return cls(high, strips, width, *counts)
 
@@ -250,18 +245,14 @@ class _Sum(NamedTuple):
         tiles = _Tiles.of(sizes[0], sizes[1], channels)
         count = examples * tiles.row_tiles * tiles.column_tiles
         constants = _constants(kernel, *geometry, transposed=False)
-        resident = 3  # in Triton's interpreter
-        if x.is_cuda:
-            chip = torch.cuda.get_device_properties(x.device)
-            resident = RESIDENT * chip.multi_processor_count
         taps = kernel[0] * kernel[1]
         tap_rows = kernel[0] if taps <= FEW else 1
         sets = kernel[0] // tap_rows * tiles.blocks
-        parts = max(1, min(count, resident // sets))
+        parts = max(1, min(count, resident(x.device, RESIDENT) // sets))
         numbers = (channels, *x.shape[2:], *sizes, *tiles[3:5], count, parts)
         constants |= {"BIAS": bias, "TAP_ROWS": tap_rows, **tiles.constants}
         collect = Launch(adjoint_kernel, (parts * sets,), numbers, **constants)
-        at_once = min(_power(parts), 64)
+        at_once = min(power_of_two(parts), 64)
         width = min(tiles.channels, 32)
         blocks = -(-channels // width)
         add = Launch(

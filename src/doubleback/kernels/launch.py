@@ -38,6 +38,22 @@ def available() -> bool:
     return triton is not None
 
 
+def power_of_two(n: int) -> int:
+    """The smallest power of two that is not below n.
+
+    >>> [power_of_two(n) for n in (1, 3, 4, 5)]
+    [1, 4, 4, 8]
+    """
+    return 1 << (n - 1).bit_length()
+
+
+def resident(device: torch.device, each: int) -> int:
+    """How many looping programs fill the device, with `each` on every multiprocessor."""
+    if device.type != "cuda":  # Triton's interpreter
+        return 3
+    return each * torch.cuda.get_device_properties(device).multi_processor_count
+
+
 def look(t: Tensor | None) -> Any:
     """What plans and compiled kernels depend on."""
     return None if t is None else (t.shape, t.stride(), t.dtype, t.get_device())

@@ -27,7 +27,15 @@ import torch
 from torch import Tensor
 
 from doubleback.kernels.groups import Groups, Point, Three, layout
-from doubleback.kernels.launch import Launch, look, planned, tl, triton
+from doubleback.kernels.launch import (
+    Launch,
+    look,
+    planned,
+    power_of_two,
+    resident,
+    tl,
+    triton,
+)
 from doubleback.kernels.standardisation_kernels import (
     apply_kernel,
     combine_kernel,
@@ -145,19 +153,7 @@ def _are_short_rows(kind: _Kind) -> bool:
     if kind.groups.kind == "batch" or not kind.contiguous:
         return False
     channels = kind.channels_per_group
-    return _power(channels) * _power(kind.group_size // channels) <= LONGEST
-
-
-def _power(n: int) -> int:
-    """The smallest power of two that is not below n."""
-    return 1 << (n - 1).bit_length()
-
-
-def _resident(device: torch.device) -> int:
-    """How many looping programs fill the device."""
-    if device.type != "cuda":  # Triton's interpreter
-        return 3
-    return RESIDENT * torch.cuda.get_device_properties(device).multi_processor_count
+    return power_of_two(channels) * power_of_two(kind.group_size // channels) <= LONGEST
 
 
 def _empty_sums(kind: _Kind, call: _Call, shape: tuple[int, int] | None) -> Tensor | None:
@@ -184,18 +180,18 @@ def _rows(kind: _Kind) -> _Rows:
     channels = kind.channels_per_group
     length = kind.group_size // channels
     rows = math.prod(kind.shape) // (channels * length)
-    row = _power(channels) * _power(length)
-    at_once = max(1, min(TILE // row, _power(rows)))
+    row = power_of_two(channels) * power_of_two(length)
+    at_once = max(1, min(TILE // row, power_of_two(rows)))
     programs = triton.cdiv(rows, at_once)
     per_example = 1 if per_entry else kind.shape[1] // channels
     sums = None
     if kind.weighted and per_entry:
-        programs = min(programs, max(1, _resident(kind.device) * TILE // max(TILE, row)))
+        programs = min(programs, max(1, resident(kind.device, RESIDENT) * TILE // max(TILE, row)))
         sums = (programs, length)
     elif kind.weighted:
         sums = (rows // per_example, per_example * channels)
     warps = max(1, min(32, at_once * row // 256))
-    tile = {"ROWS": at_once, "CHANNELS": _power(channels), "LENGTH": _power(length)}
+    tile = {"ROWS": at_once, "CHANNELS": power_of_two(channels), "LENGTH": power_of_two(length)}
     numbers = (rows, per_example, channels, length)
     return _Rows(programs, numbers, sums, {**tile, **kind.flags, "num_warps": warps})
 
@@ -233,16 +229,16 @@ class _Extents(NamedTuple):
         if kind.groups.kind == "rows":
             m = kind.group_size
             rows = math.prod(kind.shape) // m
-            return cls(rows, 1, m, m, m, 1, 1, min(_power(m), TILE))
+            return cls(rows, 1, m, m, m, 1, 1, min(power_of_two(m), TILE))
         examples, channels, entries = *kind.shape[:2], math.prod(kind.shape[2:])
         if kind.contiguous and entries > 1:
-            span = min(_power(entries), TILE)
-            tile = (min(_power(channels), TILE // span), span)
+            span = min(power_of_two(entries), TILE)
+            tile = (min(power_of_two(channels), TILE // span), span)
             return cls(examples, channels, entries, channels * entries, entries, 1, *tile)
         if kind.groups.kind == "batch":
             examples, entries = 1, examples * entries
-        span = min(_power(channels), 64)
-        tile = (span, min(_power(entries), TILE // span))
+        span = min(power_of_two(channels), 64)
+        tile = (span, min(power_of_two(entries), TILE // span))
         return cls(examples, channels, entries, channels * entries, 1, channels, *tile)
 
 
@@ -260,19 +256,20 @@ class _Passes(NamedTuple):
 
 
 def _passes(kind: _Kind) -> _Passes:
-    ext, per_entry, resident = _Extents.of(kind), kind.groups.kind == "rows", _resident(kind.device)
+    ext, per_entry = _Extents.of(kind), kind.groups.kind == "rows"
+    programs = resident(kind.device, RESIDENT)
     channels_per_group = kind.channels_per_group
     inner = ext.examples if kind.groups.kind == "batch" else 1  # examples in a set
     sets, per_set = ext.examples // inner, ext.channels // channels_per_group
     blocks = triton.cdiv(ext.channels, ext.tile_channels)
     chunks = triton.cdiv(ext.entries, ext.tile_entries)
-    parts = min(inner * chunks, triton.cdiv(resident, sets * blocks))
-    at_once = min(_power(channels_per_group), 16)
+    parts = min(inner * chunks, triton.cdiv(programs, sets * blocks))
+    at_once = min(power_of_two(channels_per_group), 16)
     combination = (ext.channels, per_set, channels_per_group, parts, kind.group_size)
-    tile = {"CHANNELS": at_once, "PARTS": min(_power(parts), 1024 // at_once)}
+    tile = {"CHANNELS": at_once, "PARTS": min(power_of_two(parts), 1024 // at_once)}
     repeats, s_w = ext.examples, None
     if kind.weighted and per_entry:
-        repeats = min(repeats, triton.cdiv(resident, chunks))
+        repeats = min(repeats, triton.cdiv(programs, chunks))
         s_w = (repeats, ext.entries)
     elif kind.weighted:
         s_w = (sets, ext.channels)
