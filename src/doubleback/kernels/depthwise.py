@@ -2,7 +2,8 @@
 
 They do little arithmetic per byte, and PyTorch's and cuDNN's kernels stay far from what memory
 allows. On an H200, in microseconds, PyTorch (channels-last) / here; the last column is the time in
-which memory could move both images once:
+which memory could move both images once (benchmarks/convolutions.py measures such tables; the K□
+of 3×3 filters read x and y three times when this one was made, and reads them once now):
 
 | batch, channels, size, filter, stride | K         | Kᵀ        | K□         | memory |
 | ------------------------------------- | --------- | --------- | ---------- | ------ |

@@ -7,7 +7,8 @@ times as many channels that the image has when its s×s blocks become channels:
 
 For K = s (patches) that is a dense layer on the blocks. It pays where x has few channels, of which
 cuDNN's kernels read eight at a time: the first layer of most image networks, whose input gradient
-no ordinary training ever asks for. On an H200, in microseconds, cuDNN (channels-last) / here:
+no ordinary training ever asks for. On an H200, in microseconds, cuDNN (channels-last) / here, as
+benchmarks/convolutions.py measures it:
 
 | bfloat16, batch 128 or 64, 224²  | K         | Kᵀ         | K□        |
 | -------------------------------- | --------- | ---------- | --------- |
