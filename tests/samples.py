@@ -321,6 +321,10 @@ SAMPLES = _table()
 
 # Operators whose rule needs no sample here, and why.
 WITHOUT = {
+    **dict.fromkeys(
+        ("cdist.default", "_cdist_forward.default", "pdist.default", "_pdist_forward.default"),
+        "stock autograd has no second derivative; tests/test_rules.py has one",
+    ),
     "copy.default": "stock autograd has no derivative of it; the zoo's in-place network holds it",
     "hardsigmoid.default": "stock autograd has no second derivative; tests/test_rules.py has one",
     "native_dropout.default": "random: tests/test_rules.py checks it against its own mask",

@@ -60,6 +60,60 @@ def test_hardsigmoid_against_its_formula():
     torch.testing.assert_close(rule.tangent(call, (y,)), expected)
 
 
+DISTANCES = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, float("inf")]
+
+
+@pytest.mark.parametrize("p", DISTANCES)
+def test_distances_against_the_patch(p):
+    """Which has formulas of its own for what stock autograd lacks, and finite differences."""
+    generator = torch.Generator().manual_seed(0)
+    lattice = 0.25 * torch.randperm(44, generator=generator).double()
+    apart = lattice + 0.07 * torch.rand(44, generator=generator, dtype=torch.float64)
+    x, y = apart[:24].view(2, 3, 4), apart[24:].view(5, 4)
+    with db.patched():
+        ties = lattice[:24].view(6, 4), lattice[24:].view(5, 4)
+        db.check_rule(aten.cdist.default, *ties, p, finite_differences=False)
+        for mode in (None, 1, 2):
+            db.check_rule(aten.cdist.default, x, y, p, mode)
+            db.check_rule(aten._cdist_forward.default, x, y.expand(2, 5, 4), p, mode)
+        db.check_rule(aten.pdist.default, x[0], p)
+        db.check_rule(aten._pdist_forward.default, x[0], p)
+
+
+@pytest.mark.parametrize("p", DISTANCES)
+def test_no_derivative_where_points_meet(p):
+    """As PyTorch has it at first order."""
+    net = torch.nn.Sequential(torch.nn.Linear(3, 3, bias=False), Distances(p)).double()
+    with torch.no_grad():
+        net[0].weight.copy_(torch.eye(3))
+        net[1].centres[1] = 0
+    model = db.Penalised(net, db.OutputGradient())
+    out, penalty = model(torch.zeros(2, 3, dtype=torch.float64))
+    (out.sum() + penalty).backward()
+    assert all(t.grad.isfinite().all() for t in net.parameters())
+    assert db.check(model, torch.zeros(2, 3, dtype=torch.float64)).passed
+
+
+class Distances(torch.nn.Module):
+    def __init__(self, p):
+        super().__init__()
+        self.p, self.centres = p, torch.nn.Parameter(torch.randn(4, 3))
+
+    def forward(self, x):
+        to_centres = torch.cdist(x, self.centres, self.p).square().sum(1)
+        return to_centres + torch.pdist(self.centres, self.p).square().sum()
+
+
+def test_a_network_of_distances():
+    net = torch.nn.Sequential(torch.nn.Linear(5, 3), Distances(2.0))
+    x = torch.randn(6, 5)
+    for after in (None, 0):
+        model = db.Penalised(net, db.OutputGradient(), flatten_after=after)
+        report = db.check(model, x)
+        assert report.passed and "db.patch()" in str(report)
+        model(x)[1].backward()
+
+
 def test_flags_that_the_planner_trusts():
     """linear and piecewise linear: no curvature function at all, and no pair of inputs curves."""
     for op in registered():

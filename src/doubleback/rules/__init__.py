@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from . import arithmetic, attention, bilinear, normalisation, pointwise, pooling, shape, softmax
+from . import (
+    arithmetic,
+    attention,
+    bilinear,
+    distances,
+    normalisation,
+    pointwise,
+    pooling,
+    shape,
+    softmax,
+)
 from .structures import bilinear as bilinear_rule
 from .structures import coordinatewise, generic, linear
 from .table import (
@@ -22,7 +32,9 @@ from .table import (
     zeros,
 )
 
-for _family in (bilinear, pointwise, arithmetic, softmax, shape, pooling, normalisation, attention):
+for _family in (
+    bilinear, pointwise, arithmetic, softmax, shape, pooling, normalisation, attention, distances,
+):  # fmt: skip
     for _op, _rule in _family.rules():
         register(_op, _rule)
 

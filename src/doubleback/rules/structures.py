@@ -298,8 +298,9 @@ def widened(value: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
 # ------------------------------------------------------------------------------ generic
 
 
-def generic(forward: Callable[[Call], tuple[Any, Any]] = run) -> Rule:
-    """Any operator that PyTorch can differentiate twice, by reverse over reverse.
+def generic(forward: Callable[[Call], tuple[Any, Any]] = run, again: Any = Call.apply) -> Rule:
+    """Any operator that PyTorch can differentiate twice, itself or as `again(call, inputs)`, by
+    reverse over reverse.
 
     With v(ξ) = (∂F)*ξ and s = ⟨v(ξ), q⟩, one gradient of s gives both the tangent
     ∂s/∂ξ = ∂F·q and the source ∂s/∂u. Reverse over *forward* is wrong for several of
@@ -322,7 +323,7 @@ def generic(forward: Callable[[Call], tuple[Any, Any]] = run) -> Rule:
         moving = [part is not None for part in q]
         with torch.enable_grad():
             leaves = _leaves(call, [m or w for m, w in zip(moving, wanted, strict=True)])
-            outputs = like_output(call.apply(leaves), many)
+            outputs = like_output(again(call, leaves), many)
             seeds = [
                 None if not out.requires_grad else _seed(out, part)
                 for out, part in zip(outputs, _parts(xi, outputs, many), strict=True)
