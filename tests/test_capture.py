@@ -544,3 +544,34 @@ def test_attention_stays_whole_unless_its_mask_asks_for_a_gradient(counted):
         if b is not None:
             torch.testing.assert_close(a, b)
     assert len(counted) == 2
+
+
+def test_a_forward_hook_that_looks_on_is_called_every_time():
+    net = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+    seen = {}
+    hook = net[1].register_forward_hook(lambda module, args, out: seen.update(features=out))
+    kept = dict(net[1]._forward_hooks)
+    model = db.Penalised(net, db.OutputGradient(0))
+    with pytest.warns(db.CaptureWarning, match="the forward hook of 1 returns nothing"):
+        model(torch.randn(6, 4))
+    assert net[1]._forward_hooks == kept
+    for _ in range(3):
+        x = torch.randn(6, 4)
+        model(x)[1].backward()
+        torch.testing.assert_close(seen["features"], net[:2](x))
+    with pytest.raises(db.CaptureError, match="returns nothing"):
+        db.Penalised(net, db.OutputGradient(0), strict=True)(x)
+    hook.remove()
+    db.Penalised(net, db.OutputGradient(0), strict=True)(x)
+
+
+def test_a_forward_hook_may_remove_itself():
+    net = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+
+    def once(module, args, out):
+        hook.remove()
+        return 2 * out
+
+    hook = net[1].register_forward_hook(once)
+    db.Penalised(net, db.OutputGradient(0))(torch.randn(6, 4))
+    assert not net[1]._forward_hooks

@@ -2,8 +2,8 @@
 
 A graph holds the operators that the forward pass calls. What a network does to its gradients apart
 from them (an `autograd.Function` with a backward of its own, hooks on gradients) would be lost
-without a word, and what it draws outside PyTorch's generators would never change again. So both
-are refused: such a network runs on autograd.
+without a word, hooks that only look on would not be called, and what is drawn outside PyTorch's
+generators would never change again. So all are refused: such a network runs on autograd.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Holder(nn.Module):
             if module._backward_hooks or module._backward_pre_hooks:
                 of = f"of {name}" if name else "of the network"
                 raise RuntimeError(f"the backward hook {of} sees gradients that sweeps do not pass")
-        with _refused_hooks(), _refused_draws(), _assignments(self.held):
+        with _refused_hooks(), _refused_draws(), _assignments(self.held), _lookers_on(self.held):
             result = self.held(*args, **kwargs)
         _refuse_functions(result)
         return result
@@ -142,6 +142,38 @@ def _refused_hooks() -> Iterator[None]:
             yield
         finally:
             Tensor.register_hook = usual  # type: ignore[method-assign]
+
+
+@contextmanager
+def _lookers_on(net: nn.Module) -> Iterator[None]:
+    """No forward hook that returns nothing: it is there to store or print what it sees, and no
+    graph would call it again."""
+    hooks = [
+        (module._forward_hooks, key, hook, name)
+        for name, module in net.named_modules()
+        for key, hook in module._forward_hooks.items()
+    ]
+    for place, key, hook, name in hooks:
+        place[key] = _answering(hook, f"of {name}" if name else "of the network")
+    try:
+        yield
+    finally:
+        for place, key, hook, _ in hooks:
+            if key in place:  # it may have removed itself
+                place[key] = hook
+
+
+def _answering(hook: Any, whose: str) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        result = hook(*args, **kwargs)
+        if result is None:
+            raise RuntimeError(
+                f"the forward hook {whose} returns nothing, so it is there to look on, and sweeps "
+                "would not call it; remove it for speed"
+            )
+        return result
+
+    return call
 
 
 _holding = threading.RLock()  # a network may hold one that is captured meanwhile
