@@ -384,3 +384,26 @@ def test_a_weight_that_changes_at_every_step_takes_one_graph(penalty, monkeypatc
     torch.testing.assert_close(grads[3], grads[0] + 3 * slope)
     torch.testing.assert_close(grads[4], grads[0] - slope)
     assert slope.norm() > 0
+
+
+def test_transforms_of_torch_func_are_refused_and_leave_nothing_behind():
+    net = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+    model = db.Penalised(net, db.OutputGradient(0), strict=True)
+    x, parameters = torch.randn(6, 4), dict(model.named_parameters())
+
+    def penalty(parameters):
+        return torch.func.functional_call(model, parameters, (x,))[1]
+
+    transformed = (
+        lambda: torch.func.grad(penalty)(parameters),
+        lambda: torch.func.vmap(lambda t: model(t[None])[1])(x),
+        lambda: torch.func.jvp(penalty, (parameters,), (parameters,)),
+        lambda: torch.func.grad(lambda t: model.accumulate(t)[2])(x),
+    )
+    for call in transformed:
+        with pytest.raises(db.InputError, match=r"torch\.func"):
+            call()
+    model(x)[1].backward()
+    doubled = {name: 2 * p.detach() for name, p in parameters.items()}
+    with torch.no_grad():
+        assert penalty(doubled) != penalty(parameters)

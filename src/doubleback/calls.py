@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import peek_interpreter_stack  # pyright: ignore
 from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
@@ -72,6 +73,11 @@ def take_apart(
     net: nn.Module, wrt: Sequence[int | str], penalty: Any, args: tuple, kwargs: Mapping[str, Any]
 ) -> Arguments:
     """Split a call; an `InputError` where it does not fit `wrt` or the penalty."""
+    if peek_interpreter_stack() is not None:
+        raise InputError(
+            "torch.func (grad, vmap, jvp, …) cannot transform a penalised model; call it outside "
+            "and use backward() or torch.autograd.grad, or write the penalty with torch.func itself"
+        )
     extras = penalty.extras
     if len(args) < extras:
         raise InputError(
