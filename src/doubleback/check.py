@@ -124,15 +124,15 @@ def check(
     if not isinstance(model, Penalised):
         raise InputError(f"check takes a Penalised model, not {type(model).__name__}")
     args, kwargs = _double((args, kwargs))
-    engine, oracle, second = (copy.deepcopy(model).double() for _ in range(3))
+    engine, oracle = (copy.deepcopy(model).double() for _ in range(2))
     engine.strict, engine.compile_mode, engine.flatten_after = True, False, None
     ours = _measure(engine, engine.forward, args, kwargs, seed)
     by = "autograd"
     try:
         theirs = _measure(oracle, _oracle_forward(oracle), args, kwargs, seed)
     except NotImplementedError as error:  # an operator that PyTorch differentiates once
-        by = f"autograd under db.patch(): {error}"
-        theirs = _measure(second, _oracle_forward(second, patch=True), args, kwargs, seed)
+        by, oracle = f"autograd under db.patch(): {error}", copy.deepcopy(model).double()
+        theirs = _measure(oracle, _oracle_forward(oracle, patch=True), args, kwargs, seed)
     report = CheckReport(
         tuple(compare({name: (ours.get(name), theirs.get(name)) for name in {**theirs, **ours}})),
         tolerance,

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from .calls import PLAIN
+from .holder import restore, snapshot
 
 
 def numbers(fn: Any) -> tuple:
@@ -73,16 +74,12 @@ def sameness(tensors: Sequence[Tensor]) -> tuple[int, ...]:
 @contextmanager
 def unchanged(tensors: Sequence[Tensor]) -> Iterator[None]:
     """Whoever writes to one of these in here is told so, and it is as it was before."""
-    before = [
-        (t, t._version, t.clone()) for t in tensors if type(t) is Tensor and not t.is_inference()
-    ]
+    before = snapshot(tensors)
     yield
-    for t, version, copy in before:
-        if t._version != version:
-            t.copy_(copy)
-            raise RuntimeError(
-                f"a function of yours writes to a tensor of shape {tuple(t.shape)} that it holds"
-            )
+    for t in restore(before):
+        raise RuntimeError(
+            f"a function of yours writes to a tensor of shape {tuple(t.shape)} that it holds"
+        )
 
 
 def _functions(penalty: Any) -> list[Any]:

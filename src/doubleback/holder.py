@@ -35,8 +35,8 @@ class Holder(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         for name, module in self.held.named_modules():
             if module._backward_hooks or module._backward_pre_hooks:
-                of = f"of {name}" if name else "of the network"
-                raise RuntimeError(f"the backward hook {of} sees gradients that sweeps do not pass")
+                text = f"the backward hook of {name or 'the network'} sees gradients that sweeps"
+                raise RuntimeError(f"{text} do not pass")
         with _refused_hooks(), _refused_draws(), _assignments(self.held), _lookers_on(self.held):
             result = self.held(*args, **kwargs)
         _refuse_functions(result)
@@ -46,6 +46,23 @@ class Holder(nn.Module):
 def inside(name: str) -> str:
     """A qualified name as the network itself has it."""
     return name.removeprefix("held.")
+
+
+Snapshot = list[tuple[Tensor, int, Tensor]]
+
+
+def snapshot(values: Iterable[Any]) -> Snapshot:
+    """The plain tensors among these, with what they hold now."""
+    plain = (t for t in values if type(t) is Tensor and not t.is_inference())
+    return [(t, t._version, t.detach().clone()) for t in plain]
+
+
+def restore(before: Snapshot) -> list[Tensor]:
+    """Those that were written to since, now what they were."""
+    written = [(t, numbers) for t, version, numbers in before if t._version != version]
+    for t, numbers in written:
+        t.detach().copy_(numbers)
+    return [t for t, _ in written]
 
 
 @contextmanager
@@ -59,18 +76,11 @@ def untouched(net: nn.Module) -> Iterator[None]:
         for name, value in vars(module).items()
         if type(value) in (list, dict) and name not in OWN
     ]
-    before = [
-        (t, t._version, t.detach().clone())
-        for module in net.modules()
-        for t in vars(module).values()
-        if type(t) is Tensor and not t.is_inference()
-    ]
+    before = snapshot(t for module in net.modules() for t in vars(module).values())
     try:
         yield
     finally:
-        for t, version, numbers in before:
-            if t._version != version:
-                t.detach().copy_(numbers)
+        restore(before)
         for attributes, name, value, items in kept:
             value.clear()
             (value.update if type(value) is dict else value.extend)(items)
@@ -154,7 +164,7 @@ def _lookers_on(net: nn.Module) -> Iterator[None]:
         for key, hook in module._forward_hooks.items()
     ]
     for place, key, hook, name in hooks:
-        place[key] = _answering(hook, f"of {name}" if name else "of the network")
+        place[key] = _answering(hook, name or "the network")
     try:
         yield
     finally:
@@ -168,8 +178,8 @@ def _answering(hook: Any, whose: str) -> Any:
         result = hook(*args, **kwargs)
         if result is None:
             raise RuntimeError(
-                f"the forward hook {whose} returns nothing, so it is there to look on, and sweeps "
-                "would not call it; remove it for speed"
+                f"the forward hook of {whose} returns nothing, so it is there to look on, and "
+                "sweeps would not call it; remove it for speed"
             )
         return result
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
 from types import SimpleNamespace
 
 import pytest
@@ -17,16 +15,9 @@ from doubleback.kernels import depthwise
 from doubleback.kernels.depthwise import Depthwise
 from doubleback.operators import Convolution
 from doubleback.plan import _layouts
+from gpu import CUDA, DEVICE, needs_triton
 
 aten = torch.ops.aten
-CUDA = torch.cuda.is_available()
-DEVICE = "cuda" if CUDA else "cpu"
-TRITON = importlib.util.find_spec("triton") is not None and (
-    CUDA or os.environ.get("TRITON_INTERPRET") == "1"
-)
-needs_triton = pytest.mark.skipif(
-    not TRITON, reason="Triton kernel not run: it needs a CUDA device, or TRITON_INTERPRET=1"
-)
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")
 
 # Largest error over the largest entry. 16 bit: the last place of the result; the interpreter

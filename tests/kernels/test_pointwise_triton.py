@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -15,15 +13,8 @@ from torch import Tensor
 from doubleback.errors import InputError
 from doubleback.kernels import pointwise_triton
 from doubleback.kernels.pointwise_triton import curvature, supports
+from gpu import CUDA, DEVICE, TRITON, needs_triton
 
-CUDA = torch.cuda.is_available()
-DEVICE = "cuda" if CUDA else "cpu"
-TRITON = importlib.util.find_spec("triton") is not None and (
-    CUDA or os.environ.get("TRITON_INTERPRET") == "1"
-)
-needs_triton = pytest.mark.skipif(
-    not TRITON, reason="Triton kernel not run: it needs a CUDA device, or TRITON_INTERPRET=1"
-)
 pytestmark = [  # raised inside Triton's interpreter
     pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.*"),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
 from typing import NamedTuple
 
 import pytest
@@ -21,11 +19,7 @@ from doubleback.kernels.standardisation import (
     standardise_second,
     standardise_tangent,
 )
-
-CUDA = torch.cuda.is_available()
-TRITON = importlib.util.find_spec("triton") is not None and (
-    CUDA or os.environ.get("TRITON_INTERPRET") == "1"
-)
+from gpu import CUDA, TRITON
 
 # Raised inside Triton's interpreter.
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")

@@ -25,7 +25,7 @@ fixed order, without atomics: equal input, equal bits. K□ gives a bias its gra
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -191,8 +191,8 @@ def _empty(like: Tensor, sizes: Sequence[int]) -> Tensor:
 def _apply_plan(
     source: Tensor, weight: Tensor, bias: Tensor | None, sizes: Sequence[int], *geometry: Any,
     transposed: bool,
-) -> tuple[Launch, bool]:  # fmt: skip
-    """The launch, and whether the filter has to be laid out first."""
+) -> tuple[Launch, bool, Sequence[int]]:  # fmt: skip
+    """The launch, whether the filter has to be laid out first, and the `sizes` of the result."""
     examples, channels, *in_sizes = source.shape
     constants = _constants(weight.shape[2:], *geometry, transposed=transposed)
     classes = constants["SH"] if transposed else 1
@@ -202,7 +202,7 @@ def _apply_plan(
     numbers = (channels, *in_sizes, *sizes, class_rows, *tiles[3:])
     flags = {"TRANSPOSED": transposed, "BIAS": bias is not None}
     run = Launch(apply_kernel, (programs,), numbers, **constants, **flags, **tiles.constants)
-    return run, not weight.permute(2, 3, 0, 1).is_contiguous()
+    return run, not weight.permute(2, 3, 0, 1).is_contiguous(), sizes
 
 
 def _out(x: Tensor, weight: Tensor, geometry: Sequence[Sequence[int]]) -> Pair:
@@ -212,11 +212,12 @@ def _out(x: Tensor, weight: Tensor, geometry: Sequence[Sequence[int]]) -> Pair:
 def _launch_forward(x: Tensor, weight: Tensor, bias: Tensor | None, *geometry: Sequence[int]):
     x, geometry = _laid_out(x), tuple(map(_pair, geometry))
     bias = None if bias is None else bias.contiguous()
-    sizes = _out(x, weight, geometry)
     key = ("K", look(x), look(weight), look(bias), geometry)
-    run, copies = planned(
-        _plans, key, lambda: _apply_plan(x, weight, bias, sizes, *geometry, transposed=False)
-    )
+
+    def make() -> Any:
+        return _apply_plan(x, weight, bias, _out(x, weight, geometry), *geometry, transposed=False)
+
+    run, copies, sizes = planned(_plans, key, make)
     y = _empty(x, sizes)
     run(x, taps_first(weight) if copies else weight, bias, y)
     return y
@@ -225,7 +226,7 @@ def _launch_forward(x: Tensor, weight: Tensor, bias: Tensor | None, *geometry: S
 def _launch_transpose(y: Tensor, weight: Tensor, sizes: Sequence[int], *geometry: Sequence[int]):
     y, sizes, geometry = _laid_out(y), _pair(sizes), tuple(map(_pair, geometry))
     key = ("Kᵀ", look(y), look(weight), sizes, geometry)
-    run, copies = planned(
+    run, copies, _ = planned(
         _plans, key, lambda: _apply_plan(y, weight, None, sizes, *geometry, transposed=True)
     )
     x = _empty(y, sizes)
@@ -302,15 +303,14 @@ mode.opaque(
 )
 
 
-def _call(name: str, now: Callable) -> Callable:
-    """The operator while sweeps are recorded, the launch otherwise."""
-    op = getattr(torch.ops.doubleback, name)
-    return lambda *args: (op if mode.recording() or mode.fusing() else now)(*args)
-
-
-_forward = _call("depthwise", _launch_forward)
-_transpose = _call("depthwise_transpose", _launch_transpose)
-_adjoint = _call("depthwise_adjoint", _launch_adjoint)
+_forward, _transpose, _adjoint = (
+    mode.direct[op.default]
+    for op in (
+        torch.ops.doubleback.depthwise,
+        torch.ops.doubleback.depthwise_transpose,
+        torch.ops.doubleback.depthwise_adjoint,
+    )
+)
 
 
 def _flops(images: Sequence[int], kernel: Sequence[int]) -> int:

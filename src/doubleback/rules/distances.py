@@ -36,7 +36,7 @@ def length(difference: Tensor, p: float) -> Tensor:
 
 def _cdist(call: Call, inputs: Sequence[Any]) -> Tensor:
     """‖x_i − y_j‖_p of every pair; the sweeps read it once more, with all differences at hand."""
-    x, y = inputs if len(inputs) == 2 else (inputs[0], inputs[0])
+    x, y = inputs
     return length(x.unsqueeze(-2) - y.unsqueeze(-3), float(call.argument(2, "p", 2.0)))
 
 
