@@ -200,7 +200,10 @@ class Task:
         """Device memory this task may need."""
         if self.chosen.small:
             return 1.0
-        return nets.TABLE[self.net].gib * (1.0 if self.dtype == "float32" else 0.5) + 1
+        share = 1.0 if self.dtype == "float32" else 0.5
+        if self.compile_only:
+            share /= 2  # most of the time it compiles
+        return nets.TABLE[self.net].gib * share + 1
 
     def run(
         self, limit_s: float, threads: int | None = None, deadline: float = float("inf")
@@ -315,6 +318,12 @@ def device_gib(device: str) -> float:
 Failures = dict[tuple[str, str, str], str]  # network, dtype, method → what went wrong
 
 
+def _minutes(net: str, method: str) -> tuple[bool, ...]:
+    """Sorts what takes longest to compile first."""
+    base = methods.parse(method)[0]
+    return not nets.TABLE[net].heavy, not base.peer, not base.penalised
+
+
 def warm_cache(chosen: argparse.Namespace, deadline: float) -> Failures:
     """Compile in parallel processes, so that the timed pass finds the kernels in the caches. What
     could not be compiled is returned: there is no use in trying again.
@@ -330,7 +339,7 @@ def warm_cache(chosen: argparse.Namespace, deadline: float) -> Failures:
         for method in selected(chosen, net)
         if method not in methods.JAX and methods.parse(method)[0].compiled
     ]
-    tasks.sort(key=lambda task: not nets.TABLE[task.net].heavy)
+    tasks.sort(key=lambda task: _minutes(task.net, *task.torch_methods))
     memory = Memory(device_gib(chosen.device))
     threads = max(1, (os.cpu_count() or 2) // max(1, chosen.jobs))
     failures: Failures = {}

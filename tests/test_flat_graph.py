@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-from torch._dynamo.utils import counters
-from torch._inductor.utils import fresh_cache
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from doubleback import flat_graph
@@ -68,53 +66,3 @@ def test_sums_of_products(fn, for_compiler):
             torch.testing.assert_close(found, expected)
     for t, before in zip(tensors, given, strict=True):
         assert torch.equal(t, before)
-
-
-# Compiled -------------------------------------------------------------------------------------
-
-
-def compiled(compiler=True):
-    tensors = [torch.randn(4, 4, dtype=torch.float64) for _ in range(4)]
-    graph = make_fx(sum_of_three, tracing_mode="fake")(*tensors)
-    flat_graph.clean(graph, for_compiler=True)
-    return flat_graph.compiled(graph, compiler), tensors
-
-
-@pytest.mark.parametrize("compiler", [True, "default"])
-def test_compiled_graphs_take_their_inputs_out_of_the_list(compiler):
-    run, tensors = compiled(compiler)
-    for _ in range(2):
-        given = list(tensors)
-        (found,) = run(given)
-        assert not given
-        torch.testing.assert_close(found, sum_of_three(*tensors)[0])
-
-
-def test_compiled_graphs_are_kept_on_disk():
-    """A second process, or a second model, does not compile again."""
-    with fresh_cache():
-        counters.clear()
-        for _ in range(2):
-            run, tensors = compiled()
-            run(list(tensors))
-        found = counters["inductor"]
-    assert found["fxgraph_cache_bypass"] == 0
-    assert (found["fxgraph_cache_miss"], found["fxgraph_cache_hit"]) == (1, 1)
-
-
-def test_compiled_graphs_heed_deterministic_algorithms(monkeypatch):
-    run, tensors = compiled()
-    run(list(tensors))
-    made = []
-    by_inductor = flat_graph._by_inductor
-    monkeypatch.setattr(
-        flat_graph, "_by_inductor", lambda *given: made.append(given) or by_inductor(*given)
-    )
-    torch.use_deterministic_algorithms(True)
-    try:
-        for _ in range(2):
-            (found,) = run(list(tensors))
-    finally:
-        torch.use_deterministic_algorithms(False)
-    assert len(made) == 1
-    torch.testing.assert_close(found, sum_of_three(*tensors)[0])

@@ -8,9 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._guards import TracingContext, tracing
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from .kernels.mode import direct, library
 
@@ -157,37 +154,6 @@ def _into(base: Tensor, b: Tensor, c: Tensor) -> None:
 library.define("add_product(Tensor(a!) base, Tensor b, Tensor c) -> ()")
 library.impl("add_product", _into, "CompositeExplicitAutograd")
 ADD_PRODUCT = torch.ops.doubleback.add_product.default
-
-
-def compiled(graph: torch.fx.GraphModule, compiler: bool | str) -> Callable:
-    """The graph by Inductor, compiled when first called. Only the modes of `torch.compile` need
-    Dynamo, which would trace the straight graph again and look at every input at every call."""
-    runs: dict[bool, Callable] = {}
-    if isinstance(compiler, str):
-        by_dynamo = torch.compile(graph, fullgraph=True, dynamic=False, mode=compiler)
-        runs = {False: by_dynamo, True: by_dynamo}
-
-    def call(tensors: list[Tensor]) -> Sequence[Tensor]:
-        deterministic = torch.are_deterministic_algorithms_enabled()
-        run = runs.get(deterministic)
-        if run is None:
-            run = runs[deterministic] = _by_inductor(graph, tensors)
-        given = tuple(tensors)
-        tensors.clear()
-        return run(*given)
-
-    return call
-
-
-def _by_inductor(graph: torch.fx.GraphModule, tensors: list[Tensor]) -> Callable:
-    """Inductor on tensors without numbers, in the context in which Dynamo would call it: without
-    a shape environment nothing would be found in, or put into, its caches on disk."""
-    from torch._inductor.compile_fx import compile_fx  # imports much that nobody else needs
-
-    fakes = FakeTensorMode(shape_env=ShapeEnv())
-    given = [fakes.from_tensor(t, static_shapes=True) for t in tensors]
-    with tracing(TracingContext(fakes)):
-        return compile_fx(graph, given)  # type: ignore[return-value]
 
 
 _DIRECT = frozenset(

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from . import closures, flat_graph, nested, sweeps
+from . import closures, flat_graph, inductor, nested, sweeps
 from .bridge import First, Program
 from .calls import kind, remember
 from .counting import Operations, recording, replayed
@@ -98,7 +98,7 @@ def flatten(
         graph = trace(*tensors)
     flat_graph.take_in(graph, held)
     flat_graph.clean(graph, for_compiler=bool(compiler))
-    run = flat_graph.compiled(graph, compiler) if compiler else flat_graph.boxed(graph)
+    run = inductor.compiled(graph, compiler) if compiler else flat_graph.boxed(graph)
     return Flat(run, found["spec"], found["leaves"], operations)
 
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from .errors import DoublebackError, NonFiniteError, RuleError
-from .kernels.mode import after, settled
+from .kernels.mode import boundary
 from .plan import Plan, Step
 from .rules import Call, add, seeded
 
@@ -79,6 +79,7 @@ def backward(
     """ξ₀ = J*v for each penalised input. `keep`: remember ξ where curvature will need it, with
     seeds everywhere: what is cheap to renew once is not for each of them."""
     xi: dict[int, Tensor] = {plan.target: v}
+    boundary((v,))
     for step in reversed(plan.steps):
         if not any(step.pull):
             continue
@@ -110,6 +111,7 @@ def tangent(
     q = q0
     sources = {} if sources is None else sources
     held = dict(state.xi) if keep else state.xi
+    boundary(q.values())
     for step, drop in zip(plan.steps, plan.drop_tangent, strict=True):
         if step.push or step.curves:
             _advance(plan, state, step, q, held, sources, watch, seeds)
@@ -131,24 +133,19 @@ def _advance(
     """One node of the tangent sweep. Nothing but the dictionaries holds a tensor afterwards."""
     moved = tuple(q.get(v) for v in step.node.inputs)
     if any(part is not None for part in moved):
-        xi = _cotangent(plan, state, held, step, moved, seeds) if step.curves else None
+        xi = _cotangent(plan, state, held, step, seeds) if step.curves else None
         call = call_of(plan, step, state)
         out, bent = _both("tangent", step, call, xi, moved, step.push, seeds)
         if watch is not None:
             watch("tangent", step, (out, bent))
-        if plan.renewals and step.curves and step.rule.renews:
-            pairs = zip(bent, moved, strict=True)
-            bent = [s if s is None or part is None else settled(s) for s, part in pairs]
         if step.push:
-            _spread(step, q, _after(out, bent) if step.node.index in plan.renewals else out)
+            _spread(step, q, out)
         if step.curves:
             _accumulate(step, sources, bent, step.bend)
     held.pop(step.node.index, None)
 
 
-def _cotangent(
-    plan: Plan, state: State, held: dict, step: Step, moved: tuple, seeds: int | None
-) -> Any:
+def _cotangent(plan: Plan, state: State, held: dict, step: Step, seeds: int | None) -> Any:
     """ξ at a node's output: held, or renewed from the first node down the line that holds its own.
     What is renewed on the way and read there later joins `held`."""
     chain = [step.node]
@@ -157,8 +154,6 @@ def _cotangent(
         renewals.append(plan.renewals[chain[-1].index])
         chain.append(renewals[-1].reader.node)
     y = held.get(chain.pop().index)
-    if renewals and y is not None:
-        y = _after(y, moved)
     for renewal, node in zip(reversed(renewals), reversed(chain), strict=True):
         if y is None:
             return None
@@ -172,14 +167,6 @@ def _cotangent(
     return y
 
 
-def _after(nested: Any, others: Any) -> Any:
-    """The same tensors, for a compiler not before the first of `others`."""
-    first = next((t for t in others if t is not None), None)
-    if first is None:
-        return nested
-    return pytree.tree_map_only(Tensor, lambda t: after(t, first), nested)
-
-
 def push(
     plan: Plan, state: State, q0: dict[int, Tensor], *, seeds: int, keep: bool = True
 ) -> tuple[Tensor | None, dict[int, tuple]]:
@@ -187,6 +174,7 @@ def push(
     `q0` is used up."""
     q = q0
     moved: dict[int, tuple] = {}
+    boundary(q.values())
     for step, drop in zip(plan.steps, plan.drop_tangent, strict=True):
         node = step.node
         parts = tuple(q.get(v) for v in node.inputs)
@@ -212,6 +200,7 @@ def pull(
 ) -> tuple[Tensor | None, ...]:
     """Cotangents after tangents: ξ at the penalised inputs; curvature sources add to `sources`."""
     xi: dict[int, Tensor] = {plan.target: w}
+    boundary((w,))
     for step in reversed(plan.steps):
         if not (any(step.pull) or step.curves):
             continue
@@ -237,6 +226,7 @@ def second(
     watch: Watch | None = None,
 ) -> dict[int, Tensor]:
     """γ at every wanted leaf. `gamma` comes in with the sources and the gradients at outputs."""
+    boundary(gamma.values())
     for step, drop in zip(reversed(plan.steps), plan.drop_second, strict=True):
         if any(step.pull2):
             y = _collect(step, gamma)

@@ -166,7 +166,9 @@ def _bias(backend: int, f: Frame, q: Tensor) -> Maybe:
 
 
 def _pad8(t: Tensor) -> Tensor:
-    return F.pad(t, (0, -t.shape[-1] % 8))
+    """Zeros up to a width that flash attention takes; a pad by nothing would be a copy."""
+    more = -t.shape[-1] % 8
+    return F.pad(t, (0, more)) if more else t
 
 
 # Dropout. A kernel draws its mask from (seed, offset) and the place of a score alone, so the mask

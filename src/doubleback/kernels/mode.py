@@ -7,7 +7,7 @@ what stands beside it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -66,24 +66,17 @@ def on_cuda(*tensors: Tensor | None) -> bool:
     return all(t is None or t.is_cuda for t in tensors)
 
 
-# ------------------------------------------------------- what a compiler is not to put off
-#
-# A compiler holds the factors of a product rather than the product, if that spares it a pass, and
-# shares what is computed twice. Where the sweeps mean to save memory, two marks tell it not to.
+# ----------------------------------------------------------------- where sweeps begin
 
-library.define("settle(Tensor(a!) t) -> ()")
-library.impl("settle", lambda t: None, "CompositeExplicitAutograd")
+library.define("boundary(Tensor(a!) t) -> ()")
+library.impl("boundary", lambda t: None, "CompositeExplicitAutograd")
+BOUNDARY = torch.ops.doubleback.boundary.default
 
 
-def settled(t: Tensor) -> Tensor:
-    """t, which a compiler computes here and not where it is read."""
-    if fusing():
-        torch.ops.doubleback.settle(t)
-    return t
-
-
-def after(t: Tensor, q: Tensor) -> Tensor:
-    """t, which a compiler takes to depend on q: what is computed from it comes no earlier."""
-    if not fusing() or not q.numel():
-        return t
-    return torch.where(q[(0,) * q.dim()] > 0, t, t)
+def boundary(tensors: Iterable[Tensor | None]) -> None:
+    """Another sweep begins, from these tensors: what it reads of the ones before is computed by
+    then, and held (inductor.py)."""
+    if _fusing:
+        first = next((t for t in tensors if t is not None), None)
+        if first is not None:
+            BOUNDARY(first)

@@ -31,6 +31,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .rows import affine, times
+
 aten = torch.ops.aten
 FEW = 4  # channels
 WASTE = 1.5  # products with the zeros that a kernel is filled up with, for every one without them
@@ -115,13 +117,13 @@ class Strided:
     def forward(self, weight: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
         folded, filters = self.fold(x), self.filters(weight)
         if self.dense:
-            return F.linear(folded, filters.flatten(1), bias).permute(0, 3, 1, 2)
+            return affine(folded, filters.flatten(1), bias).permute(0, 3, 1, 2)
         return aten.convolution(folded.permute(0, 3, 1, 2), filters, bias, *_UNIT)
 
     def transpose(self, weight: Tensor, y: Tensor) -> Tensor:
         filters = self.filters(weight)
         if self.dense:
-            return self.unfold(y.permute(0, 2, 3, 1) @ filters.flatten(1))
+            return self.unfold(times(y.permute(0, 2, 3, 1), filters.flatten(1)))
         like = _unread(y, (self.batch, filters.shape[1], *self.blocks))
         folded = aten.convolution_backward(y, like, filters, None, *_UNIT, [True, False, False])[0]
         return self.unfold(folded.permute(0, 2, 3, 1))

@@ -12,6 +12,7 @@ from torch import Tensor
 from ..counting import counted
 from ..errors import InputError
 from ..kernels import locally_connected as local
+from ..kernels import rows
 from ..kernels.depthwise import Depthwise, Part
 from ..kernels.strided import Strided, pays
 from .base import Operator, Shape, placeholder, shape_of
@@ -43,11 +44,11 @@ class Dense(Operator):
 
     def forward(self, weight: Tensor, x: Tensor, bias: Tensor | None = None) -> Tensor:
         counted(forward=1)
-        return aten.linear(x, weight, bias)
+        return rows.affine(x, weight, bias)
 
     def transpose(self, weight: Tensor, y: Tensor, shape: Shape | None = None) -> Tensor:
         counted(transpose=1)
-        return y @ weight
+        return rows.times(y, weight)
 
     def weight_adjoint(self, x: Tensor, y: Tensor, shape: Any = None) -> Tensor:
         counted(weight_adjoint=1)

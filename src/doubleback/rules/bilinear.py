@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..graph import Ref
 from ..kernels import locally_connected as local
+from ..kernels.rows import times
 from ..operators import Convolution, Dense, LocallyConnected
 from ..operators.multilinear import einsum_adjoint, einsum_parts, is_plain
 from .seeded import fold
@@ -172,7 +173,7 @@ def _matmul_adjoint0(call: Call, b: Tensor, y: Tensor) -> Tensor:
         return sum_to((b @ y.unsqueeze(-1)).squeeze(-1), a_shape)
     if b.dim() == 1:
         return sum_to(y.unsqueeze(-1) * b, a_shape)
-    return sum_to(y @ b.transpose(-2, -1), a_shape)
+    return sum_to(times(y, b.transpose(-2, -1)), a_shape)
 
 
 def _matmul_adjoint1(call: Call, a: Tensor, y: Tensor) -> Tensor:
@@ -196,7 +197,7 @@ def _matmul() -> Rule:
         return len(call.metas[0].shape) > 1 and len(call.metas[1].shape) == 2
 
     return bilinear(
-        lambda call, a, b: a @ b, _matmul_adjoint0, _matmul_adjoint1,
+        lambda call, a, b: times(a, b), _matmul_adjoint0, _matmul_adjoint1,
         seeded=fold(0, by_weight), layer=True,
     )  # fmt: skip
 

@@ -265,7 +265,11 @@ def sum_to(grad: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def add(left: Tensor | None, right: Tensor | None) -> Tensor | None:
-    """Sum where None is zero."""
-    if left is None:
-        return right
-    return left if right is None else left + right
+    """Sum where None is zero.
+
+    An expanded summand comes second: the sum has the layout of the other. (PyTorch says so in any
+    order, except of bfloat16 without numbers, where a compiler then gets the wrong layout.)
+    """
+    if left is None or right is None:
+        return right if left is None else left
+    return right + left if 0 in left.stride() else left + right

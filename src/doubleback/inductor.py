@@ -1,0 +1,171 @@
+"""Flat graphs by Inductor, with the lifetimes that the sweeps mean.
+
+Left to itself, Inductor computes a value where it is read and not where it is written down, if
+that spares a pass: it then holds the inputs of a sum from sweep to sweep, in float32 where the
+sum would be bfloat16. And it computes what a later sweep needs as soon as its inputs are there, in
+the same kernel, and holds that. Training step by step meets neither, since forward and backward
+are two graphs. Here all sweeps are one, so two things are said to Inductor: what one sweep hands
+to another is held as it is, and what stands far apart is not fused.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from .kernels.mode import BOUNDARY, opaque
+
+aten = torch.ops.aten
+
+opaque("held(Tensor t) -> Tensor", Tensor.clone, lambda t: t.new_empty_strided(t.shape, t.stride()))
+HELD = torch.ops.doubleback.held.default
+
+
+def hold(module: torch.fx.GraphModule) -> None:
+    """Mark what passes from one sweep to another, and take the marks of where sweeps begin out.
+
+    Marked as well is what an index picks from: picked from its inputs, which may be wider, each of
+    them would be held. An activation of which later sweeps read the sign alone is held as that.
+    """
+    graph = module.graph
+    sweep = 0
+    number: dict[Node, int] = {}
+    for node in list(graph.nodes):
+        if node.target is BOUNDARY:
+            sweep += 1
+            graph.erase_node(node)
+        else:
+            number[node] = sweep
+    for node, own in number.items():
+        value = node.meta.get("val")
+        if node.op != "call_function" or not isinstance(value, Tensor) or _is_view(node):
+            continue
+        if not value.is_floating_point() and value.dtype is not torch.bool:
+            continue  # places: Inductor has shorter ones
+        readers = list(_readers(node))
+        later = [reader for reader in readers if number[reader] > own]
+        if later and all(_reads_sign(reader, node) for reader in later):
+            _hold_sign(graph, node, later)
+        elif later or any(reader.target in _PICKS for reader in readers):
+            _mark(graph, node)
+    module.recompile()
+
+
+_PICKS = (aten.gather.default, aten.index.Tensor)
+
+
+def _readers(node: Node) -> Iterator[Node]:
+    """Who reads a value, itself or through views."""
+    for user in node.users:
+        if _is_view(user):
+            yield from _readers(user)
+        else:
+            yield user
+
+
+def _mark(graph: torch.fx.Graph, node: Node) -> Node:
+    with graph.inserting_after(node):
+        mark = graph.call_function(HELD, (node,))
+    mark.meta = dict(node.meta)
+    node.replace_all_uses_with(mark, delete_user_cb=lambda user: user is not mark)
+    return mark
+
+
+def _reads_sign(reader: Node, node: Node) -> bool:
+    return reader.target is aten.threshold_backward.default and reader.args[1:] == (node, 0)
+
+
+def _hold_sign(graph: torch.fx.Graph, node: Node, later: Sequence[Node]) -> None:
+    """`later` are derivatives of a rectifier with output `node`."""
+    with graph.inserting_after(node):
+        sign = graph.call_function(aten.le.Scalar, (node, 0))
+    sign.meta = {**node.meta, "val": node.meta["val"] <= 0}
+    sign = _mark(graph, sign)
+    for reader in later:
+        reader.target, reader.args = aten.where.ScalarSelf, (sign, 0, reader.args[0])
+
+
+def _is_view(node: Node) -> bool:
+    if node.target is operator.getitem:
+        return _is_view(node.args[0])  # type: ignore[arg-type]
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    results = [result.alias_info for result in node.target._schema.returns]
+    return any(alias is not None and not alias.is_write for alias in results)
+
+
+def compiled(graph: torch.fx.GraphModule, compiler: bool | str) -> Callable:
+    """The graph by Inductor, compiled when first called. Only the modes of `torch.compile` need
+    Dynamo, which would trace the straight graph again and look at every input at every call."""
+    hold(graph)
+    runs: dict[bool, Callable] = {}
+    if isinstance(compiler, str):
+        by_dynamo = torch.compile(graph, fullgraph=True, dynamic=False, mode=compiler)
+        runs = dict.fromkeys((False, True), heuristics()(by_dynamo))
+
+    def call(tensors: list[Tensor]) -> Sequence[Tensor]:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        run = runs.get(deterministic)
+        if run is None:
+            run = runs[deterministic] = _by_inductor(graph, tensors)
+        given = tuple(tensors)
+        tensors.clear()
+        return run(*given)
+
+    return call
+
+
+def _by_inductor(graph: torch.fx.GraphModule, tensors: list[Tensor]) -> Callable:
+    """Inductor on tensors without numbers, in the context in which Dynamo would call it: without
+    a shape environment nothing would be found in, or put into, its caches on disk."""
+    from torch._inductor.compile_fx import compile_fx  # imports much that nobody else needs
+
+    fakes = FakeTensorMode(shape_env=ShapeEnv())
+    given = [fakes.from_tensor(t, static_shapes=True) for t in tensors]
+    with tracing(TracingContext(fakes)), heuristics():
+        return compile_fx(graph, given)  # type: ignore[return-value]
+
+
+@contextmanager
+def heuristics() -> Iterator[None]:
+    """A context in which Inductor knows the mark, leaves things in their order, and fuses only
+    what stands close together."""
+    from torch._inductor import config
+    from torch._inductor.virtualized import V
+
+    with V.set_choices_handler(_choices()), config.patch(reorder_for_locality=False):
+        yield
+
+
+@cache
+def _choices() -> Any:
+    from torch._inductor import ir
+    from torch._inductor.choices import InductorChoices
+    from torch._inductor.lowering import register_lowering
+    from torch._inductor.virtualized import V
+
+    @register_lowering(HELD, type_promotion_kind=None)
+    def held(t):
+        t.realize()
+        layout = t.maybe_get_layout()
+        if isinstance(layout, ir.FlexibleLayout):
+            order = ir.get_stride_order(V.graph.current_node.meta["val"].stride())
+            t = ir.ExternKernel.require_stride_order(t, order)
+        return t
+
+    class Choices(InductorChoices):
+        @staticmethod
+        def can_fuse_vertical(scheduler, node1, node2, shared_data_score):
+            return not scheduler.are_long_distant_nodes(node1, node2)
+
+    return Choices()

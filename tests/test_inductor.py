@@ -1,0 +1,200 @@
+"""Flat graphs by Inductor: how they are called and cached, and what is held between sweeps."""
+
+import re
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+from torch._inductor import config
+from torch._inductor.async_compile import AsyncCompile
+from torch._inductor.utils import fresh_cache, run_and_get_code
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional as F
+
+import doubleback as db
+from doubleback import flat_graph, inductor
+from doubleback.kernels import mode
+
+aten = torch.ops.aten
+
+
+# Calls ----------------------------------------------------------------------------------------
+
+
+def sum_of_three(a, b, c, d):
+    return (a.mm(b) + c.mm(d) + d.mm(c),)
+
+
+def compiled(compiler=True):
+    tensors = [torch.randn(4, 4, dtype=torch.float64) for _ in range(4)]
+    graph = make_fx(sum_of_three, tracing_mode="fake")(*tensors)
+    flat_graph.clean(graph, for_compiler=True)
+    return inductor.compiled(graph, compiler), tensors
+
+
+@pytest.mark.parametrize("compiler", [True, "default"])
+def test_compiled_graphs_take_their_inputs_out_of_the_list(compiler):
+    run, tensors = compiled(compiler)
+    for _ in range(2):
+        given = list(tensors)
+        (found,) = run(given)
+        assert not given
+        torch.testing.assert_close(found, sum_of_three(*tensors)[0])
+
+
+def test_compiled_graphs_are_kept_on_disk():
+    """A second process, or a second model, does not compile again."""
+    with fresh_cache():
+        counters.clear()
+        for _ in range(2):
+            run, tensors = compiled()
+            run(list(tensors))
+        found = counters["inductor"]
+    assert found["fxgraph_cache_bypass"] == 0
+    assert (found["fxgraph_cache_miss"], found["fxgraph_cache_hit"]) == (1, 1)
+
+
+def test_compiled_graphs_heed_deterministic_algorithms(monkeypatch):
+    run, tensors = compiled()
+    run(list(tensors))
+    made = []
+    by_inductor = inductor._by_inductor
+    monkeypatch.setattr(
+        inductor, "_by_inductor", lambda *given: made.append(given) or by_inductor(*given)
+    )
+    torch.use_deterministic_algorithms(True)
+    try:
+        for _ in range(2):
+            (found,) = run(list(tensors))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert len(made) == 1
+    torch.testing.assert_close(found, sum_of_three(*tensors)[0])
+
+
+# Between sweeps -------------------------------------------------------------------------------
+
+
+def held(fn, *tensors):
+    """The graph of `fn`, and by target what is held in it."""
+    with mode.for_compiler():
+        graph = make_fx(fn, tracing_mode="fake")(*tensors)
+    inductor.hold(graph)
+    marks = [node.args[0] for node in graph.graph.nodes if node.target is inductor.HELD]
+    targets = [node.target for node in graph.graph.nodes]
+    assert mode.BOUNDARY not in targets
+    for given, expected in zip(graph(*tensors), fn(*tensors), strict=True):
+        assert torch.equal(given, expected)
+    return targets, [node.target for node in marks]
+
+
+def test_what_a_later_sweep_reads_is_held():
+    def fn(x):
+        first, second = x.exp(), x.sin()
+        third = second.cos()
+        mode.boundary((None, third))
+        return first.t() + 1, third + first
+
+    _, marks = held(fn, torch.randn(3, 3))
+    assert sorted(map(str, marks)) == ["aten.cos.default", "aten.exp.default"]
+
+
+def test_views_and_inputs_are_not_held_themselves():
+    def fn(x, y):
+        a, b = (x * 2).view(2, 2, 3).unbind(0)
+        mode.boundary((a,))
+        return a + b, x + y.t()
+
+    _, marks = held(fn, torch.randn(4, 3), torch.randn(3, 4))
+    assert marks == [aten.mul.Tensor]
+
+
+def test_what_an_index_picks_from_is_held():
+    places = torch.tensor([[0, 2], [1, 1]])
+
+    def fn(x, places):
+        return ((x.double() * 2).float().gather(1, places) + 1,)
+
+    _, marks = held(fn, torch.randn(2, 3), places)
+    assert marks == [aten._to_copy.default]
+
+
+def test_a_rectifier_is_held_by_its_sign():
+    """Where later sweeps read nothing else of it; exactly as PyTorch's own derivative."""
+
+    def fn(x, y):
+        out = x.relu()
+        pooled = out.sum()
+        mode.boundary((pooled,))
+        return pooled, aten.threshold_backward(y, out, 0)
+
+    def also_read(x, y):
+        out = x.relu()
+        mode.boundary((out,))
+        return out + 1, aten.threshold_backward(y, out, 0)
+
+    x, y = torch.tensor([-1.0, 0.0, 2.0, float("nan")]), torch.tensor([1.0, 2.0, 3.0, 4.0])
+    with mode.for_compiler():
+        graph = make_fx(fn, tracing_mode="fake")(x, y)
+    inductor.hold(graph)
+    found, expected = graph(x, y), fn(x, y)
+    torch.testing.assert_close(found, expected, equal_nan=True)
+    marks = [node for node in graph.graph.nodes if node.target is inductor.HELD]
+    assert [node.args[0].target for node in marks if node.meta["val"].dim()] == [aten.le.Scalar]
+    assert marks[0].meta["val"].dtype is torch.bool
+    targets, marks = held(also_read, x[:3], y[:3])
+    assert aten.threshold_backward.default in targets and marks == [aten.relu.default]
+
+
+class Deep(nn.Module):
+    """Layers whose formulas Inductor would take apart: norms in float32 between bfloat16."""
+
+    def __init__(self, width=32, depth=4):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(depth))
+
+    def forward(self, x):
+        for layer, norm in zip(self.layers, self.norms, strict=True):
+            x = x + F.gelu(layer(norm(x)))
+        return x
+
+
+def peak(code):
+    """Most bytes of buffers at a time, read off Inductor's code."""
+    sizes = {"torch.bfloat16": 2, "torch.float32": 4, "torch.bool": 1, "torch.int64": 8}
+    made = re.compile(r"(buf\d+) = empty_strided\w+\(\((.*?)\), \(.*?\), (torch\.\w+)\)")
+    taken = re.compile(r"(buf\d+) = (?:reinterpret_tensor\()?(buf\d+)\b.*; del")
+    live, most = {}, 0
+    for line in code[code.index("def call(") :].splitlines():
+        for name, shape, dtype in made.findall(line):
+            live[name] = sizes[dtype] * torch.Size(eval(f"[{shape}]")).numel()
+        for name, other in taken.findall(line):
+            live[name] = live.pop(other)
+        for name in re.findall(r"^ *del (buf\d+)", line):
+            live.pop(name, None)
+        most = max(most, sum(live.values()))
+    return most
+
+
+def peak_of_a_step(monkeypatch, marked):
+    """Of one compiled step. Its kernels are not compiled, which takes a minute; nor do they run."""
+    monkeypatch.setattr(AsyncCompile, "cpp_pybinding", lambda *_, **__: lambda *_: None)
+    if not marked:
+        monkeypatch.setattr(inductor, "_mark", lambda graph, node: node)
+        monkeypatch.setattr(inductor, "heuristics", nullcontext)
+    net = Deep().to(torch.bfloat16)
+    x, y = torch.randn(256, 32, dtype=torch.bfloat16), torch.randint(32, (256,))
+    model = db.Penalised(net, db.LossGradient("cross_entropy"), compile=True)
+    with config.patch({"force_disable_caches": True, "cpp.simdlen": 1}):
+        _, (code,) = run_and_get_code(model.accumulate, x, y, loss="cross_entropy", weight=1.0)
+    return peak(code)
+
+
+def test_lifetimes_of_a_compiled_step(monkeypatch):
+    """Four norms and activations: less is held than Inductor would hold by itself."""
+    with monkeypatch.context() as patch:
+        alone = peak_of_a_step(patch, marked=False)
+    assert peak_of_a_step(monkeypatch, marked=True) < 0.85 * alone
