@@ -34,9 +34,10 @@ COLUMNS = (  # heading, method, which ratio goes in brackets
     ("**`accumulate`, compiled**", "doubleback one-shot compiled", COMPILED),
     ("**… as a CUDA graph**", "doubleback one-shot compiled graphed", COMPILED),
 )
-
-
-OURS = ("doubleback eager", "doubleback compiled", "doubleback one-shot compiled")
+MEMORY = (  # heading, whose peak, over whose
+    ("peak memory", ("doubleback eager", "doubleback one-shot"), "plain"),
+    ("… compiled", ("doubleback compiled", "doubleback one-shot compiled"), "plain compiled"),
+)
 
 
 def cell(row: dict[str, Any] | None, ratio: str | None) -> str:
@@ -66,15 +67,26 @@ def table(results: list[dict[str, Any]]) -> Iterable[str]:
         case: [cell(found.get((*case[:2], method)), ratio) for _, method, ratio in COLUMNS]
         for case in cases
     }
-    used = [i for i in range(len(COLUMNS)) if any(cells[i] != "–" for cells in body.values())]
-    yield " | ".join(["| network, batch", *(COLUMNS[i][0] for i in used), "peak memory |"])
-    yield "| --- " + "| ---: " * (len(used) + 1) + "|"
+    for case, cells in body.items():
+        rows = {method: row for (*of, method), row in found.items() if tuple(of) == case[:2]}
+        cells += [peak([rows.get(m) for m in ours], rows.get(plain)) for _, ours, plain in MEMORY]
+    headings = [heading for heading, *_ in (*COLUMNS, *MEMORY)]
+    used = [i for i in range(len(headings)) if any(cells[i] != "–" for cells in body.values())]
+    yield " | ".join(["| network, batch", *(headings[i] for i in used)]) + " |"
+    yield "| --- " + "| ---: " * len(used) + "|"
     for (net, dtype, batch), cells in body.items():
-        ours = [found.get((net, dtype, name)) or {} for name in OURS]
-        memory = next((r["memory_vs_plain"] for r in ours if r.get("memory_vs_plain")), None)
-        peak = f"{memory:.2f}×" if memory else "–"
-        name = f"| {net} {dtype}, {batch}"
-        yield " | ".join([name, *(cells[i] for i in used), f"{peak} |"])
+        yield " | ".join([f"| {net} {dtype}, {batch}", *(cells[i] for i in used)]) + " |"
+
+
+def peak(ours: list[dict[str, Any] | None], plain: dict[str, Any] | None) -> str:
+    """The first memory there is of ours, over plain's.
+
+    >>> peak([None, {"peak_mib": 3.0}], {"peak_mib": 2.0}), peak([None], {"peak_mib": 2.0})
+    ('1.50×', '–')
+    """
+    above = next((row["peak_mib"] for row in ours if row and row.get("peak_mib")), None)
+    below = (plain or {}).get("peak_mib")
+    return f"{above / below:.2f}×" if above and below else "–"
 
 
 def section(path: Path) -> str:
@@ -82,11 +94,13 @@ def section(path: Path) -> str:
     rows = document["results"]
     versions = ", ".join(f"{name} {value}" for name, value in document["versions"].items() if value)
     sizes = ", reduced sizes" if document["small"] else ""
+    memory = ""
+    if any(row.get("peak_mib") for row in rows):
+        memory = " Peak memory is doubleback's over the plain step's, both eager or both compiled."
     lines = [
         f"**{document['hardware']}**{sizes} ({versions}; {document['date'][:10]}). Milliseconds of "
         "one training step; in brackets, times the plain step (the compiled plain step for "
-        "compiled methods), always of one run. Peak memory is that of doubleback, eager where "
-        "measured, over plain.",
+        "compiled methods), always of one run." + memory,
         "",
         *table(rows),
         "",
