@@ -121,33 +121,6 @@ def test_what_an_index_picks_from_is_held():
     assert marks == [aten._to_copy.default]
 
 
-def test_a_rectifier_is_held_by_its_sign():
-    """Where later sweeps read nothing else of it; exactly as PyTorch's own derivative."""
-
-    def fn(x, y):
-        out = x.relu()
-        pooled = out.sum()
-        mode.boundary((pooled,))
-        return pooled, aten.threshold_backward(y, out, 0)
-
-    def also_read(x, y):
-        out = x.relu()
-        mode.boundary((out,))
-        return out + 1, aten.threshold_backward(y, out, 0)
-
-    x, y = torch.tensor([-1.0, 0.0, 2.0, float("nan")]), torch.tensor([1.0, 2.0, 3.0, 4.0])
-    with mode.for_compiler():
-        graph = make_fx(fn, tracing_mode="fake")(x, y)
-    inductor.hold(graph)
-    found, expected = graph(x, y), fn(x, y)
-    torch.testing.assert_close(found, expected, equal_nan=True)
-    marks = [node for node in graph.graph.nodes if node.target is inductor.HELD]
-    assert [node.args[0].target for node in marks if node.meta["val"].dim()] == [aten.le.Scalar]
-    assert marks[0].meta["val"].dtype is torch.bool
-    targets, marks = held(also_read, x[:3], y[:3])
-    assert aten.threshold_backward.default in targets and marks == [aten.relu.default]
-
-
 class Deep(nn.Module):
     """Layers whose formulas Inductor would take apart: norms in float32 between bfloat16."""
 

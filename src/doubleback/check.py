@@ -205,15 +205,17 @@ def check_rule(
 
     op: an ATen overload, `torch.ops.aten.tanh.default`; args: float64 sample arguments. Checked:
     forward, backward, tangent, curvature, and what the planner trusts: a linear or piecewise
-    linear rule has no curvature, and `diagonal`, `same_entries` and `per_example` hold. wrt: which
-    tensor arguments are differentiated, all floating-point ones if left out. Raises `CheckError`.
+    linear rule has no curvature, and `diagonal`, `same_entries` and `per_example` hold; its other
+    `forms` likewise. wrt: which tensor arguments are differentiated, all floating-point ones if
+    left out. Raises `CheckError`.
 
     >>> import torch, doubleback as db
     >>> report = db.check_rule(torch.ops.aten.tanh.default, torch.randn(4, dtype=torch.float64))
     >>> report.worst < 1e-10
     True
     """
-    sample = _Sample(op, args, kwargs, rule or find_rule(op), wrt, seed)
+    rule = rule or find_rule(op)
+    sample = _Sample(op, args, kwargs, rule, wrt, seed)
     rows = compare({**sample.against_autograd(), **sample.declared()})
     report = CheckReport(tuple(rows), tolerance, f"{op}: rule against autograd")
     if report.passed and finite_differences:
@@ -225,6 +227,11 @@ def check_rule(
             )
     if not report.passed:
         raise CheckError(str(report), report)
+    for form in [] if rule.forms is None else rule.forms(sample.call.node):
+        check_rule(
+            op, *args, rule=form, tolerance=tolerance, wrt=wrt, seed=seed,
+            finite_differences=finite_differences, **kwargs,
+        )  # fmt: skip
     return report
 
 

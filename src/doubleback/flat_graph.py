@@ -160,7 +160,7 @@ _DIRECT = frozenset(
     ("mm", "addmm", "bmm", "baddbmm", "relu", "add", "mul", "sub", "div", "neg", "sum", "mean", "t",
      "transpose", "permute", "unsqueeze", "squeeze", "clone", "cat", "stack", "unbind",
      "native_layer_norm", "convolution", "where", "eq", "exp", "addcmul", "sigmoid", "tanh",
-     "select", "gather", "scatter_add")
+     "select", "gather", "scatter_add", "le")
 )  # fmt: skip
 _METHODS = {
     aten.view.default: "view", aten._unsafe_view.default: "view", aten.expand.default: "expand",

@@ -35,7 +35,7 @@ def hold(module: torch.fx.GraphModule) -> None:
     """Mark what passes from one sweep to another, and take the marks of where sweeps begin out.
 
     Marked as well is what an index picks from: picked from its inputs, which may be wider, each of
-    them would be held. An activation of which later sweeps read the sign alone is held as that.
+    them would be held.
     """
     graph = module.graph
     sweep = 0
@@ -52,11 +52,7 @@ def hold(module: torch.fx.GraphModule) -> None:
             continue
         if not value.is_floating_point() and value.dtype is not torch.bool:
             continue  # places: Inductor has shorter ones
-        readers = list(_readers(node))
-        later = [reader for reader in readers if number[reader] > own]
-        if later and all(_reads_sign(reader, node) for reader in later):
-            _hold_sign(graph, node, later)
-        elif later or any(reader.target in _PICKS for reader in readers):
+        if any(number[reader] > own or reader.target in _PICKS for reader in _readers(node)):
             _mark(graph, node)
     module.recompile()
 
@@ -73,26 +69,11 @@ def _readers(node: Node) -> Iterator[Node]:
             yield user
 
 
-def _mark(graph: torch.fx.Graph, node: Node) -> Node:
+def _mark(graph: torch.fx.Graph, node: Node) -> None:
     with graph.inserting_after(node):
         mark = graph.call_function(HELD, (node,))
     mark.meta = dict(node.meta)
     node.replace_all_uses_with(mark, delete_user_cb=lambda user: user is not mark)
-    return mark
-
-
-def _reads_sign(reader: Node, node: Node) -> bool:
-    return reader.target is aten.threshold_backward.default and reader.args[1:] == (node, 0)
-
-
-def _hold_sign(graph: torch.fx.Graph, node: Node, later: Sequence[Node]) -> None:
-    """`later` are derivatives of a rectifier with output `node`."""
-    with graph.inserting_after(node):
-        sign = graph.call_function(aten.le.Scalar, (node, 0))
-    sign.meta = {**node.meta, "val": node.meta["val"] <= 0}
-    sign = _mark(graph, sign)
-    for reader in later:
-        reader.target, reader.args = aten.where.ScalarSelf, (sign, 0, reader.args[0])
 
 
 def _is_view(node: Node) -> bool:

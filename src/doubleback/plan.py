@@ -15,7 +15,8 @@ that the sweeps read are the *effective parameters*.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from .errors import RuleError
@@ -131,19 +132,24 @@ def make_plan(
     trained = _flow(graph, wanted, rules)
     reaching = _reaching(inner, rules, active, target)
     moving = _moving(inner, rules, active, trained, reaching, target if varying_seed else None)
-    steps = tuple(_step(n, rules[n.index], active, trained, reaching, moving) for n in inner)
-    for step in steps:
-        _check_random(step)
     produced = {v for n in inner for v in n.outputs}
     outputs = tuple(dict.fromkeys(v for v in graph.outputs if isinstance(v, int)))
     swept_out = tuple(v for v in outputs if v in produced or v in penalised)
     mutations = {name: v for name, v in graph.mutations.items() if v in produced}
+    pinned = {*swept_out, *mutations.values(), target}
+
+    def step_by(node: Node, rule: Rule) -> Step:
+        return _step(node, rule, active, trained, reaching, moving)
+
+    steps = [step_by(n, rules[n.index]) for n in inner]
+    for step in steps:
+        _check_random(step)
+    steps = tuple(_formed(steps, step_by, lambda v: v in pinned or v not in produced))
     read = dict.fromkeys([*(v for n in inner for v in n.inputs), target])
     outer = [v for v in read if v not in produced and v not in penalised]
     effective = tuple(v for v in outer if v in trained)
     constants = tuple(v for v in outer if v not in trained)
     kept = _kept(graph, steps)
-    pinned = {*swept_out, *mutations.values(), target}
     return Plan(
         graph, tuple(penalised), target, prelude, steps, effective, constants, wanted,
         swept_out, mutations, frozenset(trained), frozenset(moving),
@@ -251,6 +257,23 @@ def _step(node, rule, active, trained, reaching, moving) -> Step:
         node, rule, pull, push, bend, tuple(trains), reads,
         differentiated and "output" in rule.reads, differentiated,
     )  # fmt: skip
+
+
+def _formed(
+    steps: Sequence[Step], step_by: Callable[[Node, Rule], Step], free: Callable[[int], bool]
+) -> Iterator[Step]:
+    """The steps, each by that form of its rule which reads what is kept anyway: for another step,
+    or because it is `free`."""
+    readers = Counter(v for step in steps for v in _read_values(step))
+    for step in steps:
+        own = _read_values(step)
+        if step.rule.forms is None or all(readers[v] > 1 or free(v) for v in own):
+            yield step
+            continue
+        others = readers - Counter(own)
+        forms = (step_by(step.node, rule) for rule in step.rule.forms(step.node))
+        fitting = (s for s in forms if all(others[v] or free(v) for v in _read_values(s)))
+        yield next(fitting, step)
 
 
 def _reads(rule: Rule, live: Sequence[bool]) -> tuple[bool, ...]:

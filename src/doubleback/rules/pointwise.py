@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..graph import Node
+from ..kernels.mode import fusing
 from ..kernels.pointwise import gelu_second, gelu_tanh_second, silu_second
-from .seeded import VMAP
+from .seeded import VMAP, broadcast
 from .structures import coordinatewise, linear
-from .table import Call, Rule, Structure, Tensors, add, alone, overload, run, sum_to
+from .table import Call, Rule, Structure, Tensors, add, alone, overload, run, sum_to, tangent_of
 
 aten = torch.ops.aten
 
@@ -27,14 +30,35 @@ def _kernel(name: str, *parameters: Any) -> Callable[[Call], tuple[str, tuple]]:
 
 
 def _relu_family() -> dict[str, Rule]:
-    """Piecewise linear: the mask is read off a value that is kept anyway."""
+    """Piecewise linear: the mask is read off a value that is kept anyway, input or output, and
+    kept itself where none is."""
 
-    def piece(of: str, fused: Callable[[Call, Tensor, Tensor], Tensor]) -> Rule:
-        return coordinatewise(of, lambda call, v: fused(call, torch.ones_like(v), v), None,
-                              fused=fused)  # fmt: skip
+    def piece(
+        of: str,
+        fused: Callable[[Call, Tensor, Tensor], Tensor],
+        *,
+        either: bool | Callable[[Node], bool] = False,
+        binary: bool = False,
+        flat: Callable[[Call, Tensor], Tensor] | None = None,
+    ) -> Rule:
+        """fused(call, y, v) → g′⊙y, with v the input or the output (`of`), or `either`.
+        binary: g′ is 0 or 1; flat(call, v): where it is 0, if that is simply said."""
+
+        def first(call: Call, v: Tensor) -> Tensor:
+            return fused(call, torch.ones_like(v), v)
+
+        def forms(node: Node) -> list[Rule]:
+            on = either(node) if callable(either) else either
+            return [coordinatewise("output", first, None, fused=fused)] * on + masked
+
+        masked = [_masked(of, flat or (lambda call, v: first(call, v) == 0))] if binary else []
+        return replace(coordinatewise(of, first, None, fused=fused), forms=forms)
 
     def bounds(call: Call) -> tuple[Any, Any]:
         return call.argument(1, "min_val", -1), call.argument(2, "max_val", 1)
+
+    def rising(node: Node) -> bool:
+        return (*node.args[1:2], node.kwargs.get("negative_slope", 0.01))[0] >= 0
 
     def clamped(call: Call, y: Tensor, x: Tensor) -> Tensor:
         name = call.node.op._schema.name
@@ -48,35 +72,80 @@ def _relu_family() -> dict[str, Rule]:
         return torch.where(inside, y, 0)
 
     return {
-        "relu.default": piece("output", lambda c, y, v: aten.threshold_backward(y, v, 0)),
-        "relu6.default": piece("input", lambda c, y, v: aten.hardtanh_backward(y, v, 0, 6)),
+        "relu.default": piece(
+            "output",
+            lambda c, y, v: aten.threshold_backward(y, v, 0),
+            binary=True,
+            flat=lambda c, v: v <= 0,
+        ),
+        "relu6.default": piece(
+            "input", lambda c, y, v: aten.hardtanh_backward(y, v, 0, 6), either=True, binary=True
+        ),
         "leaky_relu.default": piece(
             "input",
             lambda c, y, v: aten.leaky_relu_backward(
                 y, v, c.argument(1, "negative_slope", 0.01), False
             ),
+            either=rising,
         ),
         "hardtanh.default": piece(
-            "input", lambda c, y, v: aten.hardtanh_backward(y, v, *bounds(c))
+            "input",
+            lambda c, y, v: aten.hardtanh_backward(y, v, *bounds(c)),
+            either=True,
+            binary=True,
         ),
         # written out: the stock kernel multiplies by 1/6 in float32 whatever the dtype
         "hardsigmoid.default": piece("input", lambda c, y, v: torch.where(v.abs() < 3, y / 6, 0)),
         "threshold.default": piece(
-            "input", lambda c, y, v: aten.threshold_backward(y, v, c.argument(1, "threshold"))
+            "input",
+            lambda c, y, v: aten.threshold_backward(y, v, c.argument(1, "threshold")),
+            binary=True,
         ),
         "hardshrink.default": piece(
-            "input", lambda c, y, v: aten.hardshrink_backward(y, v, c.argument(1, "lambd", 0.5))
+            "input",
+            lambda c, y, v: aten.hardshrink_backward(y, v, c.argument(1, "lambd", 0.5)),
+            either=True,
+            binary=True,
         ),
         "softshrink.default": piece(
-            "input", lambda c, y, v: aten.softshrink_backward(y, v, c.argument(1, "lambd", 0.5))
+            "input",
+            lambda c, y, v: aten.softshrink_backward(y, v, c.argument(1, "lambd", 0.5)),
+            binary=True,
         ),
         "prelu.default": _prelu(),
         "rrelu.default": _rrelu(),
         "abs.default": piece("input", lambda c, y, v: y * torch.sign(v)),
-        "clamp.default": piece("input", clamped),
-        "clamp_min.default": piece("input", clamped),
-        "clamp_max.default": piece("input", clamped),
+        "clamp.default": piece("input", clamped, binary=True),
+        "clamp_min.default": piece("input", clamped, binary=True),
+        "clamp_max.default": piece("input", clamped, binary=True),
     }
+
+
+def _masked(of: str, flat: Callable[[Call, Tensor], Tensor]) -> Rule:
+    """g′ is 0 or 1, and where it is 0 is kept, in place of what tells: a byte for every entry."""
+
+    def forward(call: Call) -> tuple[Tensor, tuple[Tensor, Any]]:
+        out = call.apply(call.inputs)
+        zero = 0 if fusing() else out.new_zeros(())  # made once: `where` would at every call
+        return out, (flat(call, out if of == "output" else call.value(0)), zero)
+
+    def clear(call: Call, y: Tensor) -> Tensor:
+        mask, zero = call.saved
+        return torch.where(mask, zero, y)
+
+    return Rule(
+        structure=Structure.PIECEWISE_LINEAR,
+        forward=forward,
+        backward=lambda call, y, wanted: (
+            clear(call, y) if wanted[0] else None,
+            *(None for _ in call.inputs[1:]),
+        ),
+        tangent=lambda call, q: clear(call, tangent_of(q)),
+        reads=frozenset(),
+        curves=lambda i, j: False,
+        seeded=broadcast(clear, None),
+        diagonal=True,
+    )
 
 
 def _rrelu() -> Rule:

@@ -136,6 +136,8 @@ class Rule:
         See `alone` and `aligned`.
     layer: the slots (x, θ) of a product K(θ, x) that counts as a layer (theory §5).
     light: whether `backward` for one input is a few passes over memory, without a product.
+    forms(node): other rules for the same call, which read other values. The plan takes the first,
+        this one included, that reads only what is kept anyway, and this one if none does.
     """
 
     structure: Structure
@@ -156,6 +158,7 @@ class Rule:
     per_example: PerExample | None = None
     layer: tuple[int, int] | None = None
     light: bool = False
+    forms: Callable[[Node], Sequence[Rule]] | None = None
 
     def __post_init__(self) -> None:
         curved = self.curvature is not None or self.tangent_curvature is not None
@@ -214,8 +217,9 @@ def register(op: Any, rule: Rule, *, replace: bool = False) -> None:
         per_example    no example meets another      → Jacobians by columns and through a waist
         layer          K(θ, x) with slots (x, θ)     → its K, Kᵀ and K□ in `explain`
         light          ξ_u is a pass over memory     → ξ_u is computed again instead of held
+        forms          the same off other values     → what is kept anyway is read
 
-    `check_rule` tests the first three on its sample.
+    `check_rule` tests the first three and the forms on its sample.
     """
     if op in _TABLE and not replace:
         raise RuleError(f"{op} has a rule already; pass replace=True to override it")
