@@ -1,6 +1,7 @@
 """Flat graphs by Inductor: how they are called and cached, and what is held between sweeps."""
 
 import re
+import weakref
 from contextlib import nullcontext
 
 import pytest
@@ -42,6 +43,29 @@ def test_compiled_graphs_take_their_inputs_out_of_the_list(compiler):
         (found,) = run(given)
         assert not given
         torch.testing.assert_close(found, sum_of_three(*tensors)[0])
+
+
+def test_compiled_graphs_free_an_input_at_its_last_use():
+    library = torch.library.Library("doubleback_tests", "FRAGMENT")
+    library.define("seen(Tensor t) -> Tensor")
+    torch.library.register_fake("doubleback_tests::seen", torch.empty_like, lib=library)
+    alive = []
+
+    def seen(t):
+        alive.append(first() is not None)
+        return t.clone()
+
+    library.impl("seen", seen, "CPU")
+    tensors = [torch.randn(4, 4) for _ in range(2)]
+    fn = lambda a, b: (torch.ops.doubleback_tests.seen(a.sin()) @ b,)  # noqa: E731
+    graph = make_fx(fn, tracing_mode="fake")(*tensors)
+    flat_graph.clean(graph, for_compiler=True)
+    run = inductor.compiled(graph, True)
+    for _ in range(2):
+        given = [t.clone() for t in tensors]
+        first = weakref.ref(given[0])
+        run(given)
+    assert alive[-2:] == [False, False]
 
 
 def test_compiled_graphs_are_kept_on_disk():

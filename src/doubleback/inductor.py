@@ -89,16 +89,24 @@ def compiled(graph: torch.fx.GraphModule, compiler: bool | str) -> Callable:
     """The graph by Inductor, compiled when first called. Only the modes of `torch.compile` need
     Dynamo, which would trace the straight graph again and look at every input at every call."""
     hold(graph)
-    runs: dict[bool, Callable] = {}
     if isinstance(compiler, str):
-        by_dynamo = torch.compile(graph, fullgraph=True, dynamic=False, mode=compiler)
-        runs = dict.fromkeys((False, True), heuristics()(by_dynamo))
+        return _by_dynamo(graph, compiler)
+    runs: dict[bool, Callable] = {}
 
     def call(tensors: list[Tensor]) -> Sequence[Tensor]:
         deterministic = torch.are_deterministic_algorithms_enabled()
         run = runs.get(deterministic)
         if run is None:
             run = runs[deterministic] = _by_inductor(graph, tensors)
+        return run(tensors)
+
+    return call
+
+
+def _by_dynamo(graph: torch.fx.GraphModule, mode: str) -> Callable:
+    run = heuristics()(torch.compile(graph, fullgraph=True, dynamic=False, mode=mode))
+
+    def call(tensors: list[Tensor]) -> Sequence[Tensor]:
         given = tuple(tensors)
         tensors.clear()
         return run(*given)
@@ -108,13 +116,15 @@ def compiled(graph: torch.fx.GraphModule, compiler: bool | str) -> Callable:
 
 def _by_inductor(graph: torch.fx.GraphModule, tensors: list[Tensor]) -> Callable:
     """Inductor on tensors without numbers, in the context in which Dynamo would call it: without
-    a shape environment nothing would be found in, or put into, its caches on disk."""
+    a shape environment nothing would be found in, or put into, its caches on disk. The result
+    takes a list and empties it, as graphs in a `GmWrapper` do: nobody else holds the inputs."""
+    from torch._dynamo.utils import GmWrapper
     from torch._inductor.compile_fx import compile_fx  # imports much that nobody else needs
 
     fakes = FakeTensorMode(shape_env=ShapeEnv())
     given = [fakes.from_tensor(t, static_shapes=True) for t in tensors]
     with tracing(TracingContext(fakes)), heuristics():
-        return compile_fx(graph, given)  # type: ignore[return-value]
+        return compile_fx(GmWrapper(graph, list), given)  # type: ignore[return-value, arg-type]
 
 
 @contextmanager
