@@ -318,7 +318,7 @@ def device_gib(device: str) -> float:
 Failures = dict[tuple[str, str, str], str]  # network, dtype, method → what went wrong
 
 
-def _minutes(net: str, method: str) -> tuple[bool, ...]:
+def _slowest_first(net: str, method: str) -> tuple[bool, ...]:
     """Sorts what takes longest to compile first."""
     base = methods.parse(method)[0]
     return not nets.TABLE[net].heavy, not base.peer, not base.penalised
@@ -339,7 +339,7 @@ def warm_cache(chosen: argparse.Namespace, deadline: float) -> Failures:
         for method in selected(chosen, net)
         if method not in methods.JAX and methods.parse(method)[0].compiled
     ]
-    tasks.sort(key=lambda task: _minutes(task.net, *task.torch_methods))
+    tasks.sort(key=lambda task: _slowest_first(task.net, *task.torch_methods))
     memory = Memory(device_gib(chosen.device))
     threads = max(1, (os.cpu_count() or 2) // max(1, chosen.jobs))
     failures: Failures = {}
