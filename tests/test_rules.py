@@ -213,3 +213,33 @@ def test_an_operator_without_a_rule_runs_on_the_generic_one():
     x = torch.randn(5, 4)
     assert db.check(model, x).worst < 1e-10
     assert "lgamma" in str(model.explain(x).generic)
+
+
+@pytest.mark.parametrize(
+    ("op", "arguments"),
+    [
+        (aten.unbind.int, (0,)),
+        (aten.unbind.int, (-2,)),
+        (aten.split.Tensor, (2, 1)),
+        (aten.split_with_sizes.default, ([1, 3], -2)),
+        (aten.chunk.default, (2, 3)),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (2, 0, 3, 1), (3, 2, 1, 0), (0, 3, 1, 2)])
+@pytest.mark.parametrize("absent", [False, True])
+def test_pieces_are_joined_as_the_whole_lay_in_memory(op, arguments, order, absent):
+    shape = (3, 4, 4, 2)
+    laid = torch.randn([shape[axis] for axis in order], dtype=torch.float64)
+    x = laid.permute([order.index(axis) for axis in range(4)])
+    node = Node(0, "sample", op, (Ref(0), *arguments), {}, (0,), (1,), True, "sample")
+    rule, call = find_rule(op), Call(node, (x,), (Meta(shape, x.dtype, x.device),))
+    out, call.saved = rule.forward(call)
+    pieces = [torch.randn_like(part) for part in out]
+    leaf = x.clone().requires_grad_()
+    given = [None if absent and i == 0 else piece for i, piece in enumerate(pieces)]
+    parts = zip(op(leaf, *arguments), given, strict=True)
+    sum((part * piece).sum() for part, piece in parts if piece is not None).backward()
+    (found,) = rule.backward(call, tuple(given), (True,))
+    assert torch.equal(found, leaf.grad)
+    assert found.stride() == x.stride()

@@ -73,7 +73,14 @@ def _stack() -> Rule:
 
 
 def _pieces(join: str) -> Rule:
-    """split, chunk, unbind: the transpose joins the pieces, absent ones as zeros."""
+    """split, chunk, unbind: the transpose joins the pieces, absent ones as zeros. What was split is
+    put together as it lay in memory: behind a permutation, as of q, k and v, another copy would
+    follow."""
+
+    def forward(call: Call) -> tuple[Any, tuple[int, ...] | None]:
+        strides = call.value(0).stride()
+        order = tuple(sorted(range(len(strides)), key=lambda axis: -strides[axis]))
+        return call.apply(call.inputs), None if order == tuple(range(len(order))) else order
 
     def backward(call: Call, y: Any, wanted: Sequence[bool]) -> Tensors:
         meta = call.metas[0]
@@ -91,9 +98,20 @@ def _pieces(join: str) -> Rule:
             part if part is not None else like.new_zeros(size)
             for part, size in zip(y, sizes, strict=True)
         ]
-        return (torch.stack(parts, dim) if join == "stack" else torch.cat(parts, dim),)
+        if call.saved is None:
+            return (torch.stack(parts, dim) if join == "stack" else torch.cat(parts, dim),)
+        return (_joined(parts, dim % len(meta.shape), call.saved, join == "stack"),)
 
-    return linear(backward=backward)
+    return linear(backward=backward, forward=forward)
+
+
+def _joined(parts: Sequence[Tensor], dim: int, order: Sequence[int], stack: bool) -> Tensor:
+    """The parts joined along axis `dim`, with the axes in this order in memory."""
+    kept = [axis - (axis > dim) for axis in order if axis != dim] if stack else list(order)
+    moved = [part.permute(kept) for part in parts]
+    at = order.index(dim)
+    whole = torch.stack(moved, at) if stack else torch.cat(moved, at)
+    return whole.permute([order.index(axis) for axis in range(len(order))])
 
 
 def _lengths(call: Call, count: int, total: int) -> list[int]:
