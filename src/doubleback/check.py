@@ -227,7 +227,7 @@ def check_rule(
             )
     if not report.passed:
         raise CheckError(str(report), report)
-    for form in [] if rule.forms is None else rule.forms(sample.call.node):
+    for form in rule.forms(sample.call.node):
         check_rule(
             op, *args, rule=form, tolerance=tolerance, wrt=wrt, seed=seed,
             finite_differences=finite_differences, **kwargs,

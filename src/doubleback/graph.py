@@ -60,6 +60,12 @@ class Node:
     def __str__(self) -> str:
         return f"{self.op} ({self.name})"
 
+    def argument(self, position: int, name: str, default: Any = None) -> Any:
+        """An argument by position or by name; tensors are `Ref`s."""
+        if position < len(self.args):
+            return self.args[position]
+        return self.kwargs.get(name, default)
+
 
 @dataclass(frozen=True, eq=False)
 class Graph:

@@ -267,12 +267,12 @@ def _formed(
     readers = Counter(v for step in steps for v in _read_values(step))
     for step in steps:
         own = _read_values(step)
-        if step.rule.forms is None or all(readers[v] > 1 or free(v) for v in own):
-            yield step
-            continue
-        others = readers - Counter(own)
-        forms = (step_by(step.node, rule) for rule in step.rule.forms(step.node))
-        fitting = (s for s in forms if all(others[v] or free(v) for v in _read_values(s)))
+        forms = [step, *(step_by(step.node, rule) for rule in step.rule.forms(step.node))]
+        fitting = (
+            form
+            for form in forms
+            if all(readers[v] > own.count(v) or free(v) for v in _read_values(form))
+        )
         yield next(fitting, step)
 
 

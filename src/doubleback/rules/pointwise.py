@@ -13,9 +13,9 @@ from torch import Tensor
 from ..graph import Node
 from ..kernels.mode import fusing
 from ..kernels.pointwise import gelu_second, gelu_tanh_second, silu_second
-from .seeded import VMAP, broadcast
+from .seeded import VMAP
 from .structures import coordinatewise, linear
-from .table import Call, Rule, Structure, Tensors, add, alone, overload, run, sum_to, tangent_of
+from .table import Call, Rule, Structure, Tensors, add, alone, overload, run, sum_to
 
 aten = torch.ops.aten
 
@@ -49,8 +49,9 @@ def _relu_family() -> dict[str, Rule]:
 
         def forms(node: Node) -> list[Rule]:
             on = either(node) if callable(either) else either
-            return [coordinatewise("output", first, None, fused=fused)] * on + masked
+            return [output, *masked] if on else masked
 
+        output = coordinatewise("output", first, None, fused=fused)
         masked = [_masked(of, flat or (lambda call, v: first(call, v) == 0))] if binary else []
         return replace(coordinatewise(of, first, None, fused=fused), forms=forms)
 
@@ -58,7 +59,7 @@ def _relu_family() -> dict[str, Rule]:
         return call.argument(1, "min_val", -1), call.argument(2, "max_val", 1)
 
     def rising(node: Node) -> bool:
-        return (*node.args[1:2], node.kwargs.get("negative_slope", 0.01))[0] >= 0
+        return node.argument(1, "negative_slope", 0.01) >= 0
 
     def clamped(call: Call, y: Tensor, x: Tensor) -> Tensor:
         name = call.node.op._schema.name
@@ -129,22 +130,16 @@ def _masked(of: str, flat: Callable[[Call, Tensor], Tensor]) -> Rule:
         zero = 0 if fusing() else out.new_zeros(())  # made once: `where` would at every call
         return out, (flat(call, out if of == "output" else call.value(0)), zero)
 
-    def clear(call: Call, y: Tensor) -> Tensor:
-        mask, zero = call.saved
+    def cleared(saved: Any, y: Any) -> Tensor:
+        mask, zero = saved
         return torch.where(mask, zero, y)
 
-    return Rule(
-        structure=Structure.PIECEWISE_LINEAR,
+    return coordinatewise(
+        "saved",
+        lambda call, saved: cleared(saved, 1.0),
+        None,
+        fused=lambda call, y, saved: cleared(saved, y),
         forward=forward,
-        backward=lambda call, y, wanted: (
-            clear(call, y) if wanted[0] else None,
-            *(None for _ in call.inputs[1:]),
-        ),
-        tangent=lambda call, q: clear(call, tangent_of(q)),
-        reads=frozenset(),
-        curves=lambda i, j: False,
-        seeded=broadcast(clear, None),
-        diagonal=True,
     )
 
 

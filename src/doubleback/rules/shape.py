@@ -98,9 +98,8 @@ def _pieces(join: str) -> Rule:
             part if part is not None else like.new_zeros(size)
             for part, size in zip(y, sizes, strict=True)
         ]
-        if call.saved is None:
-            return (torch.stack(parts, dim) if join == "stack" else torch.cat(parts, dim),)
-        return (_joined(parts, dim % len(meta.shape), call.saved, join == "stack"),)
+        rank = len(meta.shape)
+        return (_joined(parts, dim % rank, call.saved or range(rank), join == "stack"),)
 
     return linear(backward=backward, forward=forward)
 

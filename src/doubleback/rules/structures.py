@@ -230,14 +230,14 @@ def coordinatewise(
 ) -> Rule:
     """y = g(u), coordinate by coordinate: dg·q = g′⊙q is its own adjoint, s_u = g″⊙q⊙ξ.
 
-    of: whether g′ and g″ are functions of the "input" or of the "output".
+    of: what g′ and g″ are functions of: the "input", the "output", or what `forward` "saved".
     first(call, v) → g′, second(call, v) → g″ (None: piecewise linear).
     fused(call, y, v) → g′⊙y by one stock kernel.
     kernel(call) → (name, parameters) of a fused g″⊙q⊙ξ where Triton runs.
     """
 
     def value(call: Call) -> Tensor:
-        return call.out if of == "output" else call.value(0)
+        return call.saved if of == "saved" else call.out if of == "output" else call.value(0)
 
     def scale(call: Call, y: Tensor) -> Tensor:
         if fused is not None:
@@ -280,7 +280,7 @@ def coordinatewise(
         ),
         tangent=lambda call, q: scale(call, tangent_of(q)),
         curvature=None if piecewise else curvature,
-        reads=frozenset({"output" if of == "output" else "inputs"}),
+        reads=frozenset({"input": ["inputs"], "output": ["output"], "saved": []}[of]),
         curves=(lambda i, j: False) if piecewise else (lambda i, j: True),
         seeded=broadcast(scale_seeds, None if piecewise else bend_seeds),
         diagonal=True,

@@ -63,9 +63,7 @@ class Call:
 
     def argument(self, position: int, name: str, default: Any = None) -> Any:
         """An argument that is no tensor, by position or by name."""
-        if position < len(self.node.args):
-            return self.node.args[position]
-        return self.node.kwargs.get(name, default)
+        return self.node.argument(position, name, default)
 
     def value(self, slot: int) -> Tensor:
         """The value of a tensor input that the rule declared to read."""
@@ -158,7 +156,7 @@ class Rule:
     per_example: PerExample | None = None
     layer: tuple[int, int] | None = None
     light: bool = False
-    forms: Callable[[Node], Sequence[Rule]] | None = None
+    forms: Callable[[Node], Sequence[Rule]] = lambda node: ()
 
     def __post_init__(self) -> None:
         curved = self.curvature is not None or self.tangent_curvature is not None
