@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from . import sweeps
 from .closures import tensors_of
+from .cuda_graphs import copies
 from .errors import StaleGraphError, ThirdDerivativeError
 from .kernels.depthwise import taps_first
 from .losses import Loss
@@ -243,12 +244,11 @@ class Bridge(torch.autograd.Function):
         return (None, *found)
 
 
-def deliver(pairs: Sequence[tuple[Tensor, Tensor]], shared: bool) -> None:
+def deliver(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     """Add each gradient to its tensor's `.grad`, or send it on where the tensor is no leaf.
 
     Leaves that nobody watches get theirs at once, in a few kernels for all of them; hooks and
-    distributed training see the backward pass they expect. shared: the gradients' memory belongs
-    to someone else (a CUDA graph), so they are copied.
+    distributed training see the backward pass they expect.
     """
     sums = {id(t): (t, g) for t, g in pairs}
     if len(sums) < len(pairs):  # a tensor stands in two places
@@ -270,14 +270,10 @@ def deliver(pairs: Sequence[tuple[Tensor, Tensor]], shared: bool) -> None:
         new = [(t, g) for t, g in plain if t.grad is None]
         places = [g.untyped_storage().data_ptr() for _, g in new]
         users = Counter(places)
-        copied = [shared or users[place] > 1 for place in places]
-        copies = iter(_copies([g for (_, g), copy in zip(new, copied, strict=True) if copy]))
-        for (t, g), copy in zip(new, copied, strict=True):
-            t.grad = next(copies) if copy else g
-
-
-def _copies(tensors: list[Tensor]) -> Sequence[Tensor]:
-    return torch._foreach_mul(tensors, 1.0) if tensors else ()  # type: ignore[attr-defined]
+        shared = [users[place] > 1 for place in places]
+        own = iter(copies([g for (_, g), copy in zip(new, shared, strict=True) if copy]))
+        for (t, g), copy in zip(new, shared, strict=True):
+            t.grad = next(own) if copy else g
 
 
 def _keeps_graph() -> bool:

@@ -2,12 +2,13 @@
 
 What changes from call to call (inputs, labels) is copied into fixed buffers before a replay;
 parameters are read where they lie, since optimisers update them in place. Results lie in fixed
-buffers too, which the next replay overwrites: whoever hands them out copies them first.
+buffers too, which the next replay overwrites: gradients are `Lent`, whoever hands out anything else
+copies it first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,16 +20,75 @@ from .counting import Operations, recording, replayed
 WARM_UP = 3  # calls before capture: kernels are chosen, sweeps are flattened
 
 
+class Lent:
+    """Gradients in memory that is written again and again, handed out without a copy.
+
+    Nobody loses what they hold by then: a gradient that is still its owner's `.grad` moves to
+    memory of its own, and what anybody else still reads is put back afterwards.
+    """
+
+    def __init__(self, gradients: Sequence[Tensor | None]) -> None:
+        self._gradients = gradients
+        self._storages = [None if t is None else t.untyped_storage()._cdata for t in gradients]
+        self._idle = [_users(storage) for storage in self._storages]
+        self._kept: dict[int, Tensor] = {}
+
+    def recall(self, owners: Sequence[Tensor]) -> None:
+        """Before the memory is written; owners: whose `.grad` each gradient was to become."""
+        held = self._held(range(len(owners)))
+        grads: list[Any] = [owners[i].grad for i in held if self._only_grad(i, owners[i])]
+        for grad, copy in zip(grads, copies(grads), strict=True):
+            grad.data = copy  # the same tensor, for whoever holds it
+        self._kept = {i: self._gradients[i].clone() for i in self._held(held)}  # type: ignore[union-attr]
+
+    def hand_out(self) -> list[Tensor | None]:
+        """After the memory was written: the gradients, to be held as long as anybody likes."""
+        found = [None if t is None else t.detach() for t in self._gradients]
+        for i, old in self._kept.items():
+            place: Any = self._gradients[i]
+            found[i] = place.clone()
+            place.copy_(old)
+        self._kept = {}
+        return found
+
+    def _only_grad(self, i: int, owner: Tensor) -> bool:
+        """Whether `owner.grad` is all that reads gradient i, and no view of it."""
+        if not owner.is_leaf or owner.grad is None or _users(self._storages[i]) > self._idle[i] + 1:
+            return False
+        return owner.grad.untyped_storage()._cdata == self._storages[i]
+
+    def _held(self, among: Sequence[int]) -> list[int]:
+        """Which gradients somebody else reads."""
+        return [i for i in among if _users(self._storages[i]) > self._idle[i]]
+
+
+def _users(storage: int | None) -> int:
+    return 0 if storage is None else torch._C._storage_Use_Count(storage)  # type: ignore[attr-defined]
+
+
+def copies(tensors: list[Tensor]) -> Sequence[Tensor]:
+    """A copy of each, in a few kernels for all of them."""
+    return torch._foreach_mul(tensors, 1.0) if tensors else ()  # type: ignore[attr-defined]
+
+
 class GraphedStep:
     """fn(moving, fixed) → nested tensors, captured once and replayed.
 
     moving, fixed: nested tensors and constants, of the same shapes and dtypes in every call. A
     fixed tensor that does move after all (a parameter that was replaced) gets a buffer as well,
-    at the price of one more capture.
+    at the price of one more capture. gradients: those among the results, which are `lent`.
     """
 
-    def __init__(self, fn: Callable[[Any, Any], Any], moving: Any, fixed: Any) -> None:
-        self.fn = fn
+    lent: Lent
+
+    def __init__(
+        self,
+        fn: Callable[[Any, Any], Any],
+        moving: Any,
+        fixed: Any,
+        gradients: Callable[[Any], Sequence[Tensor | None]],
+    ) -> None:
+        self.fn, self.gradients = fn, gradients
         own = pytree.tree_map_only(Tensor, torch.clone, moving)
         self.leaves, self.spec = pytree.tree_flatten((own, fixed))
         count = len(pytree.tree_leaves(own))
@@ -52,8 +112,13 @@ class GraphedStep:
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph), recording() as self.operations:
             self.out = self._run()
+        self.lent = Lent(self.gradients(self.out))
 
-    def __call__(self, moving: Any, fixed: Any) -> Any:
+    def __call__(
+        self, moving: Any, fixed: Any, owners: Sequence[Tensor]
+    ) -> tuple[Any, list[Tensor | None]]:
+        """(results, gradients); owners: the tensors whose `.grad` the gradients may become."""
+        self.lent.recall(owners)
         stale = False
         for i, new in enumerate(pytree.tree_leaves((moving, fixed))):
             old = self.leaves[i]
@@ -67,4 +132,4 @@ class GraphedStep:
             self._capture()
         self.graph.replay()
         replayed(self.operations)
-        return self.out
+        return self.out, self.lent.hand_out()

@@ -204,21 +204,21 @@ class Penalised(nn.Module):
         with torch.inference_mode(False), _no_autocast():
             prelude = run_prelude(plan, state)
             values = {v: prelude[v].detach() for v in (*plan.penalised, *plan.leaves)}
-            with torch.no_grad():
-                outputs, loss_value, penalty, grads, mutated = self._step(
-                    program, values, call.constants, own_loss, target, scale(weight, call.x[0])
-                )
             swept = (prelude[v] for v in (*plan.penalised, *plan.effective))
             ends = [*swept, *call.asked.values()]
-            pairs = [(t, g) for t, g in zip(ends, grads, strict=True) if g is not None]
-            deliver(pairs, shared=self.cuda_graph)
+            by = scale(weight, call.x[0])
+            with torch.no_grad():
+                outputs, loss_value, penalty, grads, mutated = self._step(
+                    program, values, call.constants, own_loss, target, by, ends
+                )
+            deliver([(t, g) for t, g in zip(ends, grads, strict=True) if g is not None])
         self._write_buffers(plan, prelude, mutated)
         prelude = {v: t.detach() for v, t in prelude.items()}
         return self._assemble(plan, outputs, prelude), loss_value, penalty
 
     def _step(
         self, program: Any, values: Mapping[int, Tensor], extra: tuple, loss: Any, target: Any,
-        weight: Tensor | None,
+        weight: Tensor | None, ends: Sequence[Tensor],
     ) -> tuple:  # fmt: skip
         """All four sweeps, as one CUDA graph where that was asked for."""
         if not (self.cuda_graph and values[program.plan.penalised[0]].is_cuda):
@@ -236,9 +236,9 @@ class Penalised(nn.Module):
         key = (program, loss, spec, *map(kind, leaves))
         graphed = self._graphed.get(key)
         if graphed is None:
-            graphed = GraphedStep(run, moving, fixed)
+            graphed = GraphedStep(run, moving, fixed, gradients=lambda out: out[3])
             remember(self._graphed, key, graphed)
-        outputs, loss_value, penalty, grads, mutated = graphed(moving, fixed)
+        (outputs, loss_value, penalty, _, mutated), grads = graphed(moving, fixed, ends)
         return [t.clone() for t in outputs], loss_value.clone(), penalty.clone(), grads, mutated
 
     def explain(self, *args: Any, **kwargs: Any) -> Explanation:
