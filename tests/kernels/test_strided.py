@@ -31,15 +31,19 @@ CASES = {
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", CASES)
-def test_agrees_with_pytorch(case, layout, device):
+def test_agrees_with_pytorch(case, dtype, layout, device):
+    """In float64; `dtype` decides whether channels are filled up."""
     batch, channels, sizes, after, kernel, stride, padding = CASES[case]
     like = dict(dtype=torch.float64, device=device)
     x = torch.randn(batch, channels, *sizes, **like).contiguous(memory_format=layout)
     weight = torch.randn(after, channels, *kernel, **like).contiguous(memory_format=layout)
     bias = torch.randn(after, **like)
     options = ((stride,) * 2, (padding,) * 2, (1, 1), False, (0, 0), 1)
-    here = Strided(x.shape, weight.shape, *options[:2])
+    here = Strided(x.shape, weight.shape, *options[:2], dtype)
+    filled = dtype == torch.bfloat16 and channels == 3 and (stride, *kernel) != (4, 4, 4)
+    assert here.fill == int(filled)
     y = F.conv2d(x, weight, bias, stride, padding)
     torch.testing.assert_close(here.forward(weight, x, bias), y)
     xi = torch.randn_like(y)

@@ -90,9 +90,9 @@ class Convolution(Operator):
         if self.transposed:
             return None
         options = (self.stride, self.padding, self.dilation, self.groups)
-        device = next(t.device for t in tensors if t is not None)
-        if pays(device, weight_shape, *options, part == "Kᵀ"):
-            return Strided(x_shape, weight_shape, self.stride, self.padding)
+        first = next(t for t in tensors if t is not None)
+        if pays(first.device, weight_shape, *options, part == "Kᵀ"):
+            return Strided(x_shape, weight_shape, self.stride, self.padding, first.dtype)
         return Depthwise.where_faster(part, tensors, x_shape, weight_shape, *options)
 
     def forward(self, weight: Tensor, x: Tensor, bias: Tensor | None = None) -> Tensor:
