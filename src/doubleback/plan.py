@@ -19,10 +19,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from .errors import RuleError
 from .graph import Graph, Node, draws
 from .renewal import Renewal, find_renewals
 from .rules import GENERIC, Rule, Structure, find_rule
+from .rules.bilinear import convolution_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -320,18 +323,25 @@ def _layouts(
 ) -> tuple[frozenset[int], frozenset[int]]:
     """Images and filters that the sweeps hold channels-last on a GPU, whose convolutions and batch
     norms are faster so and copy less, and depthwise filters, which they hold taps-first; results
-    come back in the usual layout."""
-    layers = [
-        s.node.inputs[:2]
+    come back in the usual layout. An image that every reader folds into blocks stays as it is."""
+    found = [
+        s.node
         for s in steps
         if str(s.node.op._schema.name) in ("aten::conv2d", "aten::convolution")
         and len(graph.shape(s.node.inputs[1])) == 4
     ]
-    if not layers or any(m is not None and m.device.type != "cuda" for m in graph.values):
+    if not found or any(m is not None and m.device.type != "cuda" for m in graph.values):
         return frozenset(), frozenset()
+    layers = [node.inputs[:2] for node in found]
+    folding = {
+        node.index
+        for node in found
+        if convolution_of(node, 2).folds(torch.device("cuda"), graph.shape(node.inputs[1]))
+    }
+    unfolded = {v for s in steps if s.node.index not in folding for v in s.node.inputs}
     depthwise = {w for x, w in layers if graph.shape(w)[:2] == (graph.shape(x)[-3], 1) != (1, 1)}
     filters = {w for _, w in layers if w in leaves}
-    held = frozenset(v for v in images if len(graph.shape(v)) == 4)
+    held = frozenset(v for v in images if len(graph.shape(v)) == 4 and v in unfolded)
     return held | (filters - depthwise), frozenset(filters & depthwise)
 
 

@@ -1,5 +1,7 @@
 """Strided convolutions computed another way, against PyTorch's own."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,6 +11,7 @@ import doubleback as db
 from doubleback.kernels import strided
 from doubleback.kernels.strided import Strided, pays
 from doubleback.operators import products
+from doubleback.plan import _layouts
 
 aten = torch.ops.aten
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(
@@ -100,3 +103,29 @@ def test_networks_agree_with_autograd(kernel, monkeypatch):
     model = db.Penalised(net, db.LossGradient("cross_entropy"))
     assert db.check(model, x.requires_grad_(), y).passed
     assert any(asked)
+
+
+class Twice(nn.Module):
+    """The image is read by another layer as well, or not."""
+
+    def __init__(self, again: bool) -> None:
+        super().__init__()
+        self.first, self.again = nn.Conv2d(3, 4, 7, stride=2, padding=3), again
+        self.other = nn.Conv2d(3, 4, 3, padding=1)
+
+    def forward(self, x):
+        y = self.first(x).mean((2, 3))
+        return y + self.other(x).mean((2, 3)) if self.again else y
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_images_that_are_folded_keep_their_layout(again):
+    model = db.Penalised(Twice(again), db.LossGradient("cross_entropy"))
+    x, y = torch.randn(2, 3, 8, 8), torch.randint(4, (2,))
+    call = model._call((x, y), {})
+    plan = model._program(model._graph(call, strict=True), call, gradients=True)[0].plan
+    on_gpu = SimpleNamespace(shape=plan.graph.shape, values=())
+    channels_last, _ = _layouts(on_gpu, plan.steps, plan.penalised, plan.leaves)
+    shapes = {plan.graph.shape(v) for v in channels_last}
+    assert (x.shape in shapes) == again
+    assert (4, 3, 7, 7) in shapes

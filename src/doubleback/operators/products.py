@@ -89,11 +89,16 @@ class Convolution(Operator):
         PyTorch's."""
         if self.transposed:
             return None
-        options = (self.stride, self.padding, self.dilation, self.groups)
         first = next(t for t in tensors if t is not None)
-        if pays(first.device, weight_shape, *options, part == "Kᵀ"):
+        if self.folds(first.device, weight_shape, part):
             return Strided(x_shape, weight_shape, self.stride, self.padding, first.dtype)
+        options = (self.stride, self.padding, self.dilation, self.groups)
         return Depthwise.where_faster(part, tensors, x_shape, weight_shape, *options)
+
+    def folds(self, device: torch.device, weight_shape: Sequence[int], part: Part = "K") -> bool:
+        """Whether blocks of x become channels for this, which any layout of x is read for."""
+        options = (self.stride, self.padding, self.dilation, self.groups)
+        return not self.transposed and pays(device, weight_shape, *options, part == "Kᵀ")
 
     def forward(self, weight: Tensor, x: Tensor, bias: Tensor | None = None) -> Tensor:
         counted(forward=1)

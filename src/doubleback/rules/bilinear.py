@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..graph import Ref
+from ..graph import Node, Ref
 from ..kernels import locally_connected as local
 from ..kernels.rows import times
 from ..operators import Convolution, Dense, LocallyConnected
@@ -61,10 +61,13 @@ def _sizes(value: Any, n: int) -> tuple[int, ...]:
 
 
 def _operator(call: Call) -> Convolution:
-    """The `Convolution` that a convolution node stands for, whichever overload it is."""
-    name = call.node.op._schema.name.removeprefix("aten::")
-    n = len(call.metas[1].shape) - 2
-    get = call.argument
+    return convolution_of(call.node, len(call.metas[1].shape) - 2)
+
+
+def convolution_of(node: Node, n: int) -> Convolution:
+    """The `Convolution` in n dimensions that a node stands for, whichever overload it is."""
+    name = node.op._schema.name.removeprefix("aten::")
+    get = node.argument
     if name == "convolution":
         stride, padding, dilation = get(3, "stride"), get(4, "padding"), get(5, "dilation")
         transposed, extra, groups = get(6, "transposed"), get(7, "output_padding"), get(8, "groups")

@@ -182,14 +182,15 @@ class Rule:
     def both(
         self, call: Call, xi: Any, q: Tensors, wanted: Sequence[bool], tangent: bool
     ) -> tuple[Any, Tensors]:
-        """The tangent (when asked for) and the curvature sources (when any is wanted)."""
+        """The tangent (when asked for) and the curvature sources (when any is wanted), which come
+        first: in a flat graph ξ is free before there is a tangent."""
         curve = any(wanted) and xi is not None
         if curve and self.tangent_curvature is not None:
             return self.tangent_curvature(call, xi, q, wanted, tangent)
-        q_out = self.tangent(call, q) if tangent else None
-        if not curve or self.curvature is None:
-            return q_out, (None,) * len(call.inputs)
-        return q_out, self.curvature(call, xi, q, wanted)
+        sources: Tensors = (None,) * len(call.inputs)
+        if curve and self.curvature is not None:
+            sources = self.curvature(call, xi, q, wanted)
+        return self.tangent(call, q) if tangent else None, sources
 
 
 def light(rule: Rule) -> Rule:
