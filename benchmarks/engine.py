@@ -23,10 +23,10 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -47,8 +47,9 @@ def arguments() -> argparse.Namespace:
     add = parser.add_argument
     add("--nets", nargs="+", choices=nets.TABLE, default=list(nets.TABLE), metavar="NET")
     add("--dtypes", nargs="+", choices=["float32", "bf16"], help="default: both; CPU: float32")
-    add("--methods", nargs="+", choices=names, metavar="METHOD", help="default: see README.md")
-    add("--also", nargs="+", choices=names, default=[], metavar="METHOD", help="beside the default")
+    where = "METHOD, NET:METHOD or NET:DTYPE:METHOD"
+    add("--methods", nargs="+", type=scoped, metavar="METHOD", help=f"{where}; see README.md")
+    add("--also", nargs="+", type=scoped, default=[], metavar="METHOD", help="beside the default")
     add("--all-peers", action="store_true", help="also what is slow to compile")
     add("--small", action="store_true", help="reduced sizes, for CPUs")
     add("--device", choices=["cuda", "cpu"], help="default: cuda if there is one")
@@ -89,6 +90,32 @@ def arguments() -> argparse.Namespace:
     return chosen
 
 
+class Scoped(NamedTuple):
+    """A method, on every network and dtype or on some."""
+
+    net: str | None
+    dtype: str | None
+    method: str
+
+    def applies(self, net: str, dtype: str) -> bool:
+        return self.net in (None, net) and self.dtype in (None, dtype)
+
+
+def scoped(text: str) -> Scoped:
+    """
+    >>> scoped("vit:bf16:plain-compiled")
+    Scoped(net='vit', dtype='bf16', method='plain compiled')
+    """
+    *scope, method = text.split(":")
+    net, dtype = (*scope, None, None)[:2]
+    names = methods.known()
+    if len(scope) > 2 or method not in names or net not in (None, *nets.TABLE):
+        raise argparse.ArgumentTypeError(f"{text!r} names no method, or no network")
+    if dtype not in (None, "float32", "bf16"):
+        raise argparse.ArgumentTypeError(f"{text!r}: no such dtype")
+    return Scoped(net, dtype, names[method])
+
+
 def slow_to_compile(method: str, net: str, device: str) -> bool:
     """Peers on heavy networks; on CPUs, all compiled methods but the main two."""
     if method in methods.JAX:
@@ -99,18 +126,18 @@ def slow_to_compile(method: str, net: str, device: str) -> bool:
     return base.peer and nets.TABLE[net].heavy
 
 
-def selected(chosen: argparse.Namespace, net: str) -> list[str]:
+def selected(chosen: argparse.Namespace, net: str, dtype: str) -> list[str]:
     """The methods to run on a network: as asked, or the default less what does not apply."""
-    names = methods.known()
     if chosen.methods:
-        wanted = [names[method] for method in chosen.methods]
+        wanted = [asked.method for asked in chosen.methods if asked.applies(net, dtype)]
     else:
         wanted = list(methods.DEFAULT)
         if not chosen.all_peers:
             wanted = [m for m in wanted if not slow_to_compile(m, net, chosen.device)]
         if importlib.util.find_spec("jax") is None and chosen.jax_python == sys.executable:
             wanted = [method for method in wanted if method not in methods.JAX]
-    wanted += [names[method] for method in chosen.also if names[method] not in wanted]
+    more = [asked.method for asked in chosen.also if asked.applies(net, dtype)]
+    wanted += [method for method in more if method not in wanted]
     if not nets.TABLE[net].layouts:
         wanted = [method for method in wanted if methods.CHANNELS_LAST not in method]
     return wanted
@@ -336,7 +363,7 @@ def warm_cache(chosen: argparse.Namespace, deadline: float) -> Failures:
         Task(chosen, net, dtype, [method], compile_only=True)
         for net in chosen.nets
         for dtype in chosen.dtypes
-        for method in selected(chosen, net)
+        for method in selected(chosen, net, dtype)
         if method not in methods.JAX and methods.parse(method)[0].compiled
     ]
     tasks.sort(key=lambda task: _slowest_first(task.net, *task.torch_methods))
@@ -371,21 +398,21 @@ def warm_cache(chosen: argparse.Namespace, deadline: float) -> Failures:
 def together(chosen: argparse.Namespace, document: dict[str, Any], deadline: float) -> None:
     """All workers at once: they compile side by side, then measure one after the other.
 
-    Compiled methods have a worker of their own beside the eager ones, so that a compiler that
-    does not come to an end costs no other number. JAX, which compiles while it measures, is left
-    out.
+    Compiled methods have a worker of their own beside the eager ones, and each compiled peer has
+    one, so that a compiler that does not come to an end costs no other number. JAX, which compiles
+    while it measures, is left out.
     """
     tasks = []
     for net, dtype in ((net, dtype) for net in chosen.nets for dtype in chosen.dtypes):
-        names = [name for name in selected(chosen, net) if name not in methods.JAX]
+        names = [name for name in selected(chosen, net, dtype) if name not in methods.JAX]
         compiled = [name for name in names if methods.parse(name)[0].compiled]
+        peers = [name for name in compiled if methods.parse(name)[0].peer]
+        ours = [name for name in compiled if name not in peers]
         eager = [name for name in names if name not in compiled]
-        tasks += [
-            Task(chosen, net, dtype, part, compile_only=False)
-            for part in (eager, ["plain", *compiled] if compiled else [])
-            if part
-        ]
-    limit = min(deadline - time.monotonic(), chosen.limit_seconds)
+        parts = (*([peer] for peer in peers), ["plain", *ours] if ours else [], eager)
+        tasks += [Task(chosen, net, dtype, part, compile_only=False) for part in parts if part]
+    tasks.sort(key=lambda task: _slowest_first(task.net, task.torch_methods[-1]))
+    limit = min(deadline - time.monotonic(), max(chosen.limit_seconds, 2 * chosen.start_by))
     threads = max(2, (os.cpu_count() or 2) // 4)
     with tempfile.TemporaryDirectory() as folder:
         for task in tasks:
@@ -395,19 +422,25 @@ def together(chosen: argparse.Namespace, document: dict[str, Any], deadline: flo
                 "start_by": time.time() + chosen.start_by,
             }
         with ThreadPoolExecutor(len(tasks)) as pool:
-            found = list(pool.map(lambda task: task.run(limit, threads), tasks))
-    for task, facts in zip(tasks, found, strict=True):
-        document["hardware"] = facts.get("hardware", document["hardware"])
-        document["versions"] |= facts.get("versions", {})
-        weight = nets.TABLE[task.net].weight
-        rows = report.complete(task.net, task.dtype, task.size.batch, weight, facts)
-        known = {
-            (r["net"], r["dtype"], r["method"]) for r in document["results"] if r["ms"] is not None
-        }
-        document["results"] += [r for r in rows if (r["net"], r["dtype"], r["method"]) not in known]
-        print(f"\n{task.net} {task.dtype}, batch {task.size.batch}")
-        report.show(rows)
-    report.write(chosen.out, document)
+            runs = {pool.submit(task.run, limit, threads): task for task in tasks}
+            for run in as_completed(runs):
+                task, facts = runs[run], run.result()
+                document["hardware"] = facts.get("hardware", document["hardware"])
+                document["versions"] |= facts.get("versions", {})
+                weight = nets.TABLE[task.net].weight
+                rows = report.complete(task.net, task.dtype, task.size.batch, weight, facts)
+                keep_new(document["results"], rows)
+                report.price_missing(document["results"])
+                report.write(chosen.out, document)
+                print(f"\n{task.net} {task.dtype}, batch {task.size.batch}")
+                report.show(rows)
+
+
+def keep_new(results: list[dict[str, Any]], rows: list[dict[str, Any]]) -> None:
+    """Add the rows of methods that have no time yet."""
+    names = ("net", "dtype", "method")
+    known = {tuple(r[n] for n in names) for r in results if r["ms"] is not None}
+    results += [row for row in rows if tuple(row[n] for n in names) not in known]
 
 
 def timed_pass(
@@ -417,7 +450,7 @@ def timed_pass(
     pairs = [(net, dtype) for dtype in chosen.dtypes for net in chosen.nets]
     tasks = []
     for pair in pairs:
-        names = [name for name in selected(chosen, pair[0]) if (*pair, name) not in failures]
+        names = [name for name in selected(chosen, *pair) if (*pair, name) not in failures]
         tasks.append(Task(chosen, *pair, names, compile_only=False))
 
     def run(i: int) -> dict[str, Any]:
@@ -453,7 +486,7 @@ def main() -> int:
     if chosen.combine:
         document = report.combine([json.loads(path.read_text()) for path in chosen.combine])
         if chosen.methods:
-            kept = {methods.known()[method] for method in chosen.methods}
+            kept = {asked.method for asked in chosen.methods}
             document["results"] = [r for r in document["results"] if r["method"] in kept]
         report.write(chosen.out, document)
         report.overview(document["results"])

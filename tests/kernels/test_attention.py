@@ -435,6 +435,7 @@ def kernels(monkeypatch):
         pytest.skip("needs Triton, and a GPU or TRITON_INTERPRET=1")
     if INTERPRETED:
         monkeypatch.setattr(attention_triton, "supported", lambda *_: True)
+        monkeypatch.setattr(attention_triton, "EFFICIENT", attention_fused.FLASH)  # a CPU's
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
     yield "cuda" if CUDA else "cpu"
@@ -480,6 +481,28 @@ def test_triton(name, dtype, kernels):
 @pytest.mark.parametrize("name", ["gqa causal", "wide heads"])
 def test_triton_absent_tangents(name, keep, kernels):
     check_on(kernels, {**CASES, **LARGE}[name], torch.float16, keep)
+
+
+@pytest.mark.parametrize("wanted", list(itertools.product([True, False], repeat=3))[:-1])
+def test_triton_first_is_one_operator(wanted, kernels):
+    """The vjp of float32 where TF32 is allowed, whole and in parts."""
+    primals, _, xi, layout = data(CASES["causal"], torch.float32)
+    primals, xi = [t.to(kernels) for t in primals], xi.to(kernels)
+    with torch.no_grad():
+        out, residual = attention_forward(*primals, *layout)
+
+        def first(*args):
+            return attention_backward(*args, residual, *layout, wanted=wanted)
+
+        args = (xi, *primals, out)
+        graph = make_fx(first, tracing_mode="real")(*args)
+        every = attention_backward(*args, residual, *layout)
+        for f, e, w in zip(first(*args), every, wanted, strict=True):
+            assert (f is not None) == w and (f is None or torch.equal(f, e))
+        operator = torch.ops.doubleback.attention_first.default
+        assert [n.target for n in graph.graph.nodes].count(operator) == 1
+        lse, scale = residual[0], primals[0].shape[-1] ** -0.5
+        torch.library.opcheck(operator, (*args, lse, None, True, scale, list(wanted)))
 
 
 def test_triton_is_one_operator(kernels):

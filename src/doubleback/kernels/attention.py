@@ -13,7 +13,8 @@ scores) is constant. With P = softmax(S), S = s·QKᵀ + mask, and ⟨P, ·⟩ t
     dq = s C K,            dk = s Cᵀ Q,                dv = Pᵀ Ξ
     sq = s(B K + C tk),    sk = s(Bᵀ Q + Cᵀ tq),       sv = (P∘U)ᵀ Ξ
 
-First-order passes run PyTorch's fused kernels where one applies. Everything else recomputes P from
+First-order passes run PyTorch's fused kernels where one applies (a float32 vjp, where TF32 is
+allowed, the kernel here). Everything else recomputes P from
 the log-sum-exp of its rows: in Triton on CUDA, otherwise in blocks of at most ``BLOCK_ELEMENTS``
 scores, so that memory grows with N + M, never with N·M. A row whose scores are all −∞ has P = 0, as
 in PyTorch. Dropout of the second derivative: ``attention_blocks``.
@@ -76,7 +77,15 @@ def attention_backward(
     if not any(wanted):
         return None, None, None
     f = frame(q, k, v, mask, is_causal, scale, enable_gqa)
-    if isinstance(residual, tuple) and residual[1] != attention_fused.MATH:
+    backend = residual[1] if isinstance(residual, tuple) else attention_fused.MATH
+    if not f.transformed and attention_triton.better_first(backend, f.mask, q, k, v):
+        lse = f.lse(residual).reshape(f.b, f.h * f.g, f.n)
+        dq, dk, dv = attention_triton.first(
+            f.heads(xi, f.g), f.heads(q, f.g), f.heads(k), f.heads(v), f.heads(out, f.g), lse,
+            f.mask, f.causal, f.scale, wanted,
+        )  # fmt: skip
+        return f.unfold(dq, q, f.g), f.unfold(dk, k), f.unfold(dv, v)
+    if backend != attention_fused.MATH:
         dq, dk, dv = attention_fused.backward(f, xi, q, k, v, out, residual, wanted)
         return dq, dk, dv
     rows = f.rows(q), f.rows(xi), f.mean(xi, out), finite(f.lse(residual))

@@ -1,4 +1,4 @@
-"""The Triton kernels of attention's second derivative; attention_triton.py launches them."""
+"""The Triton kernels of attention's derivatives; attention_triton.py launches them."""
 
 # pyright: reportInvalidTypeForm=false
 from .launch import jit, tl
@@ -263,3 +263,95 @@ def columns_kernel(
         _store(sk + b * sk_b + g * sk_h, sum_k * scale, columns, M, sk_m, E, BE)
     if SV:
         _store(sv + b * sv_b + g * sv_h, sum_v, columns, M, sv_m, EV, BEV)
+
+
+@jit
+def first_rows_kernel(
+    q, xi, out, k, v, dq, lse, means, mask,
+    q_b, q_h, q_n, xi_b, xi_h, xi_n, out_b, out_h, out_n, k_b, k_h, k_m, v_b, v_h, v_m,
+    dq_b, dq_h, dq_n, mask_b, mask_h, mask_n, mask_m,
+    HEADS, GROUP, N, M, scale,
+    E: tl.constexpr, EV: tl.constexpr, BE: tl.constexpr, BEV: tl.constexpr,
+    CAUSAL: tl.constexpr, MASKED: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, DQ: tl.constexpr,
+):  # fmt: skip
+    """D of BM rows into `means` (b·heads, N), and their dq."""
+    blocks = tl.cdiv(N, BM)
+    i = blocks - 1 - tl.program_id(0) % blocks
+    z = (tl.program_id(0) // blocks).to(tl.int64)
+    b, h = z // HEADS, z % HEADS
+    g = h // GROUP
+    rows = i * BM + tl.arange(0, BM)
+    xii = _load(xi + b * xi_b + h * xi_h, rows, N, xi_n, EV, BEV)
+    o = _load(out + b * out_b + h * out_h, rows, N, out_n, EV, BEV)
+    mean = tl.sum(xii.to(tl.float32) * o.to(tl.float32), 1)
+    tl.store(means + z * N + rows, mean, mask=rows < N)
+    if DQ:
+        k += b * k_b + g * k_h
+        v += b * v_b + g * v_h
+        mask += b * mask_b + h * mask_h
+        qi = _load(q + b * q_b + h * q_h, rows, N, q_n, E, BE)
+        log = tl.load(lse + z * N + rows, mask=rows < N, other=float("inf"))
+        total = tl.zeros([BM, BE], tl.float32)
+        end = M
+        if CAUSAL:
+            end = tl.minimum(M, (i + 1) * BM)
+        for j in range(0, end, BN):
+            columns = j + tl.arange(0, BN)
+            kj = _load(k, columns, M, k_m, E, BE)
+            vj = _load(v, columns, M, v_m, EV, BEV)
+            p = _probabilities(
+                tl.dot(qi, tl.trans(kj)), log[:, None], rows[:, None], columns[None, :],
+                mask, mask_n, mask_m, N, M, scale, CAUSAL, MASKED,
+            )  # fmt: skip
+            c = p * (tl.dot(xii, tl.trans(vj)) - mean[:, None])
+            total = tl.dot(c.to(kj.dtype), kj, total)
+        _store(dq + b * dq_b + h * dq_h, total * scale, rows, N, dq_n, E, BE)
+
+
+@jit
+def first_columns_kernel(
+    q, xi, k, v, dk, dv, lse, means, mask,
+    q_b, q_h, q_n, xi_b, xi_h, xi_n, k_b, k_h, k_m, v_b, v_h, v_m,
+    dk_b, dk_h, dk_m, dv_b, dv_h, dv_m, mask_b, mask_h, mask_n, mask_m,
+    HEADS, GROUP, N, M, scale,
+    E: tl.constexpr, EV: tl.constexpr, BE: tl.constexpr, BEV: tl.constexpr,
+    CAUSAL: tl.constexpr, MASKED: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+):  # fmt: skip
+    """dk and dv of BN columns, summed over the rows of all heads of the group; tiles are Pᵀ."""
+    blocks = tl.cdiv(M, BN)
+    j = tl.program_id(0) % blocks
+    z = (tl.program_id(0) // blocks).to(tl.int64)
+    key_heads = HEADS // GROUP
+    b, g = z // key_heads, z % key_heads
+    columns = j * BN + tl.arange(0, BN)
+    kj = _load(k + b * k_b + g * k_h, columns, M, k_m, E, BE)
+    vj = _load(v + b * v_b + g * v_h, columns, M, v_m, EV, BEV)
+    sum_k = tl.zeros([BN, BE], tl.float32)
+    sum_v = tl.zeros([BN, BEV], tl.float32)
+    start = 0
+    if CAUSAL:
+        start = j * BN // BM * BM
+    steps = tl.cdiv(tl.maximum(N - start, 0), BM)
+    for step in range(0, steps * GROUP):
+        h = g * GROUP + step // steps
+        rows = start + (step % steps) * BM + tl.arange(0, BM)
+        qi = _load(q + b * q_b + h * q_h, rows, N, q_n, E, BE)
+        xii = _load(xi + b * xi_b + h * xi_h, rows, N, xi_n, EV, BEV)
+        where = (b * HEADS + h) * N + rows
+        log = tl.load(lse + where, mask=rows < N, other=float("inf"))
+        p = _probabilities(
+            tl.dot(kj, tl.trans(qi)), log[None, :], rows[None, :], columns[:, None],
+            mask + b * mask_b + h * mask_h, mask_n, mask_m, N, M, scale, CAUSAL, MASKED,
+        )  # fmt: skip
+        if DV:
+            sum_v = tl.dot(p.to(xii.dtype), xii, sum_v)
+        if DK:
+            mean = tl.load(means + where, mask=rows < N, other=0.0)
+            c = p * (tl.dot(vj, tl.trans(xii)) - mean[None, :])
+            sum_k = tl.dot(c.to(qi.dtype), qi, sum_k)
+    if DK:
+        _store(dk + b * dk_b + g * dk_h, sum_k * scale, columns, M, dk_m, E, BE)
+    if DV:
+        _store(dv + b * dv_b + g * dv_h, sum_v, columns, M, dv_m, EV, BEV)

@@ -1,8 +1,9 @@
-"""Tangent and curvature source of attention in Triton, without an N×M matrix in memory.
+"""Tangent and curvature source of attention in Triton, without an N×M matrix in memory; and its
+vjp in TF32, for which PyTorch has no kernel.
 
 The formulas are those of ``attention.py``; P is recomputed tile by tile from the log-sum-exp. Two
-kernels: `rows_kernel` holds a block of query rows and walks along the columns, `columns_kernel`
-holds a block of key columns and walks down the rows.
+kernels each: `rows_kernel` holds a block of query rows and walks along the columns,
+`columns_kernel` holds a block of key columns and walks down the rows.
 
 The row walk does not know the row means δ = ⟨P, sR⟩ and κ = ⟨P, X⟩ before its end. Narrow heads
 take them out afterwards, since both enter linearly:
@@ -25,7 +26,13 @@ import torch
 from torch import Tensor
 
 from . import mode
-from .attention_kernels import columns_kernel, rows_kernel
+from .attention_fused import EFFICIENT
+from .attention_kernels import (
+    columns_kernel,
+    first_columns_kernel,
+    first_rows_kernel,
+    rows_kernel,
+)
 from .launch import Launch, available, look, planned, triton
 
 _MAX_WIDTH = 128
@@ -35,11 +42,24 @@ _SHARED = 200 * 1024
 _TILES = {
     ("narrow", 2): {"rows": (64, 32, 4, 3), "means": (64, 64, 4, 2), "columns": (32, 64, 4, 2)},
     ("wide", 2): {"rows": (128, 32, 8, 2), "means": (128, 32, 8, 2), "columns": (32, 128, 8, 2)},
-    ("narrow", 4): {"rows": (32, 32, 4, 2), "means": (64, 32, 4, 2), "columns": (16, 64, 4, 2)},
-    ("wide", 4): {"rows": (32, 32, 8, 2), "means": (32, 32, 8, 2), "columns": (32, 32, 8, 2)},
+    ("short", 4): {
+        "rows": (64, 32, 4, 2), "means": (64, 32, 4, 2), "columns": (32, 64, 4, 2),
+        "first rows": (64, 32, 4, 2), "first columns": (32, 64, 4, 2),
+    },
+    ("narrow", 4): {
+        "rows": (128, 16, 8, 2), "means": (64, 32, 4, 2), "columns": (32, 128, 8, 2),
+        "first rows": (128, 32, 8, 2), "first columns": (32, 128, 4, 2),
+    },
+    ("wide", 4): {
+        "rows": (32, 32, 8, 2), "means": (32, 32, 8, 2), "columns": (32, 32, 8, 2),
+        "first rows": (64, 32, 4, 2), "first columns": (32, 64, 4, 2),
+    },
     ("small", 2): {"rows": (32, 32, 4, 2), "means": (32, 32, 4, 2), "columns": (32, 32, 4, 2)},
-    ("small", 4): {"rows": (16, 16, 4, 2), "means": (16, 16, 4, 2), "columns": (16, 16, 4, 2)},
-}
+    ("small", 4): {
+        "rows": (16, 16, 4, 2), "means": (16, 16, 4, 2), "columns": (16, 16, 4, 2),
+        "first rows": (32, 16, 4, 2), "first columns": (16, 32, 4, 2),
+    },
+}  # fmt: skip
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -58,6 +78,23 @@ def supported(mask: Tensor | None, *tensors: Tensor) -> bool:
         and all(t.shape[-1] <= _MAX_WIDTH for t in tensors)
         and (mask is None or mask.dtype in (torch.bool, *_DTYPES))
     )
+
+
+def better_first(backend: int, mask: Tensor | None, *tensors: Tensor) -> bool:
+    """Whether the vjp is better computed here than by the kernel that computed the forward:
+    PyTorch's efficient attention multiplies float32 in three TF32 products, allowed or not."""
+    exact = tensors[0].dtype == torch.float32
+    return backend == EFFICIENT and exact and supported(mask, *tensors)
+
+
+def first(
+    xi: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Tensor | None,
+    causal: bool, scale: float, want: Sequence[bool],
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """(dq, dk, dv), None where `want` says no; shapes as for `second`."""
+    call = torch.ops.doubleback.attention_first if _traced() else _launch_first
+    found = iter(call(xi, q, k, v, out, lse, mask, causal, scale, list(want)))
+    return tuple(next(found) if w else None for w in want)
 
 
 def second(
@@ -81,10 +118,13 @@ def second(
     (b or 1, Hq or 1, N or 1, M or 1). Under a dispatch mode (tracing, fake tensors) this is one
     node, ``doubleback::attention_second``.
     """
-    traced = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
-    call = torch.ops.doubleback.attention_second if traced else _launch
+    call = torch.ops.doubleback.attention_second if _traced() else _launch
     found = iter(call(xi, tq, tk, tv, q, k, v, out, lse, mask, causal, scale, want))
     return tuple(next(found) if w else None for w in want)
+
+
+def _traced() -> bool:
+    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 
 def _empty(want: Sequence[bool], *like: Tensor) -> list[Tensor]:
@@ -102,10 +142,7 @@ def _launch(xi, tq, tk, tv, q, k, v, out, lse, mask, causal, scale, want) -> lis
     found = iter(results)
     t_out, sq, sk, sv = (next(found) if w else None for w in want)
     stats = torch.empty(plan.stats, dtype=torch.float32, device=q.device)
-    if mask is None:
-        mask = q
-    elif mask.dtype == torch.bool:
-        mask = mask.view(torch.uint8)
+    mask = _readable(mask, q)
     tq, tk, tv, xi = (q if t is None else t for t in (tq, tk, tv, xi))
     t_out, sq, sk, sv = (q if t is None else t for t in (t_out, sq, sk, sv))
     for launch in plan.rows:
@@ -131,33 +168,91 @@ class _Plan(NamedTuple):
         xi, tq, tk, tv, q, k, v, out = laid
         found = iter(_empty(want, out, q, k, v))
         t_out, sq, sk, sv = (next(found) if w else None for w in want)
-        b, hq, n, e = q.shape
-        h, m, ev = k.shape[1], k.shape[2], v.shape[3]
-        kind = 0 if mask is None else 1 if mask.dtype == torch.bool else 2
-        masked = q.stride() if mask is None else mask.expand(b, hq, n, m).stride()
-        common: dict[str, Any] = dict(
-            E=e, EV=ev, BE=max(16, triton.next_power_of_2(e)),
-            BEV=max(16, triton.next_power_of_2(ev)), TQ=tq is not None, TK=tk is not None,
-            TV=tv is not None, CAUSAL=causal, MASKED=kind,
-        )  # fmt: skip
-        sizes = (hq, hq // h, n, m, scale)
+        shapes = _Shapes(q, k, v, mask, causal, scale)
+        moving = dict(TQ=tq is not None, TK=tk is not None, TV=tv is not None)
         rows, columns = [], None
-        for walk in _row_walks(want, max(e, ev)):
+        for walk in _row_walks(want, shapes.width):
             name = "means" if walk["SOURCE"] and not walk["SQ"] else "rows"
-            tile = tiles(name, max(e, ev), q.itemsize, q.device)
-            numbers = (*_strides(q, tq, xi, out, k, tk, v, tv, t_out, sq), *masked, *sizes)
-            grid = (b * hq * triton.cdiv(n, tile["BM"]),)
-            rows.append(Launch(rows_kernel, grid, numbers, **common, **tile, **walk))
+            strides = _strides(q, tq, xi, out, k, tk, v, tv, t_out, sq)
+            rows.append(shapes.over_rows(name, rows_kernel, strides, **moving, **walk))
         if want[2] or want[3]:
-            tile = tiles("columns", max(e, ev), q.itemsize, q.device)
-            numbers = (*_strides(q, tq, xi, k, tk, v, tv, sk, sv), *masked, *sizes)
-            grid = (b * h * triton.cdiv(m, tile["BN"]),)
+            strides = _strides(q, tq, xi, k, tk, v, tv, sk, sv)
             walk = dict(SK=want[2], SV=want[3])
-            columns = Launch(columns_kernel, grid, numbers, **common, **tile, **walk)
-        return cls(moved or not lse.is_contiguous(), (3, b, hq, n), rows, columns)
+            columns = shapes.over_columns("columns", columns_kernel, strides, **moving, **walk)
+        return cls(moved or not lse.is_contiguous(), (3, *q.shape[:3]), rows, columns)
+
+    @classmethod
+    def of_first(cls, xi, q, k, v, out, lse, mask, causal, scale, want) -> _Plan:
+        given = (xi, q, k, v, out)
+        xi, q, k, v, out = laid = [_rowwise(t) for t in given]
+        moved = any(a is not b for a, b in zip(given, laid, strict=True))
+        found = iter(_empty(want, q, k, v))
+        dq, dk, dv = (next(found) if w else None for w in want)
+        shapes = _Shapes(q, k, v, mask, causal, scale)
+        strides = _strides(q, xi, out, k, v, dq)
+        rows = shapes.over_rows("first rows", first_rows_kernel, strides, DQ=want[0])
+        columns = None
+        if want[1] or want[2]:
+            strides, walk = _strides(q, xi, k, v, dk, dv), dict(DK=want[1], DV=want[2])
+            columns = shapes.over_columns("first columns", first_columns_kernel, strides, **walk)
+        return cls(moved or not lse.is_contiguous(), q.shape[:3], [rows], columns)
+
+
+class _Shapes:
+    """What all kernels are told of q, k, v and the mask."""
+
+    def __init__(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
+    ) -> None:
+        (b, hq, n, e), (_, h, m, _), ev = q.shape, k.shape, v.shape[3]
+        masked = q.stride() if mask is None else mask.expand(b, hq, n, m).stride()
+        self.width, self.n, self.m, self.device = max(e, ev), n, m, q.device
+        self.itemsize, self.row_heads, self.column_heads = q.itemsize, b * hq, b * h
+        self.numbers = (*masked, hq, hq // h, n, m, scale)
+        self.constants: dict[str, Any] = dict(
+            E=e, EV=ev, BE=max(16, triton.next_power_of_2(e)),
+            BEV=max(16, triton.next_power_of_2(ev)), CAUSAL=causal,
+            MASKED=0 if mask is None else 1 if mask.dtype == torch.bool else 2,
+        )  # fmt: skip
+
+    def over_rows(self, name: str, kernel: Any, strides: Sequence[int], **walk: bool) -> Launch:
+        tile = tiles(name, self.width, self.n, self.itemsize, self.device)
+        grid = (self.row_heads * triton.cdiv(self.n, tile["BM"]),)
+        return Launch(kernel, grid, (*strides, *self.numbers), **self.constants, **tile, **walk)
+
+    def over_columns(self, name: str, kernel: Any, strides: Sequence[int], **walk: bool) -> Launch:
+        tile = tiles(name, self.width, self.m, self.itemsize, self.device)
+        grid = (self.column_heads * triton.cdiv(self.m, tile["BN"]),)
+        return Launch(kernel, grid, (*strides, *self.numbers), **self.constants, **tile, **walk)
 
 
 _plans: dict[Any, _Plan] = {}
+
+
+def _launch_first(xi, q, k, v, out, lse, mask, causal, scale, want) -> list[Tensor]:
+    given = (xi, q, k, v, out)
+    key = ("first", *map(look, given), look(lse), look(mask), causal, scale, *want)
+    plan = planned(_plans, key, lambda: _Plan.of_first(*given, lse, mask, causal, scale, want))
+    if plan.copies:
+        xi, q, k, v, out = (_rowwise(t) for t in given)
+        lse = lse.contiguous()
+    results = _empty(want, q, k, v)
+    found = iter(results)
+    dq, dk, dv = (next(found) if w else q for w in want)
+    means = torch.empty(plan.stats, dtype=torch.float32, device=q.device)
+    mask = _readable(mask, q)
+    for launch in plan.rows:
+        launch(q, xi, out, k, v, dq, lse, means, mask)
+    if plan.columns is not None:
+        plan.columns(q, xi, k, v, dk, dv, lse, means, mask)
+    return results
+
+
+def _readable(mask: Tensor | None, q: Tensor) -> Tensor:
+    """The mask as kernels read it; anything stands for none."""
+    if mask is None:
+        return q
+    return mask.view(torch.uint8) if mask.dtype == torch.bool else mask
 
 
 def _tf32() -> bool:
@@ -175,9 +270,14 @@ def _row_walks(want: Sequence[bool], width: int) -> list[dict[str, bool]]:
     return [dict(T=t, SQ=sq, SOURCE=source, KNOWN=False)]
 
 
-def tiles(walk: str, width: int, itemsize: int, device: torch.device) -> dict[str, int]:
-    """Rows BM and columns BN of a tile, warps and pipeline stages."""
+def tiles(
+    walk: str, width: int, length: int, itemsize: int, device: torch.device
+) -> dict[str, int]:
+    """Rows BM and columns BN of a tile, warps and pipeline stages, for heads of this width and
+    programs that share rows (or columns) of this length."""
     size = "wide" if width > 64 else "narrow"
+    if size == "narrow" and itemsize == 4 and length <= 64:
+        size = "short"
     if device.type == "cuda":
         shared = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
         size = size if shared >= _SHARED else "small"
@@ -206,4 +306,12 @@ mode.opaque(
     "-> Tensor[]",
     _launch,
     _fake,
+)
+mode.opaque(
+    "attention_first(Tensor xi, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+    "Tensor? mask, bool causal, float scale, bool[] want) -> Tensor[]",
+    _launch_first,
+    lambda xi, q, k, v, out, lse, mask, causal, scale, want: _empty(
+        want, *(_rowwise(t) for t in (q, k, v))
+    ),
 )
