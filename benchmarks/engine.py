@@ -398,22 +398,19 @@ def warm_cache(chosen: argparse.Namespace, deadline: float) -> Failures:
 def together(chosen: argparse.Namespace, document: dict[str, Any], deadline: float) -> None:
     """All workers at once: they compile side by side, then measure one after the other.
 
-    Compiled methods have a worker of their own beside the eager ones, and each compiled peer has
-    one, so that a compiler that does not come to an end costs no other number. JAX, which compiles
-    while it measures, is left out.
+    Each compiled peer has a worker of its own, so that a compiler that does not come to an end
+    costs no other number. JAX, which compiles while it measures, is left out.
     """
     tasks = []
     for net, dtype in ((net, dtype) for net in chosen.nets for dtype in chosen.dtypes):
         names = [name for name in selected(chosen, net, dtype) if name not in methods.JAX]
-        compiled = [name for name in names if methods.parse(name)[0].compiled]
-        peers = [name for name in compiled if methods.parse(name)[0].peer]
-        ours = [name for name in compiled if name not in peers]
-        eager = [name for name in names if name not in compiled]
-        parts = (*([peer] for peer in peers), ["plain", *ours] if ours else [], eager)
-        tasks += [Task(chosen, net, dtype, part, compile_only=False) for part in parts if part]
+        peers = [name for name in names if (m := methods.parse(name)[0]).compiled and m.peer]
+        ours = sorted((name for name in names if name not in peers), key=methods.captures)
+        parts = [[peer] for peer in peers] + ([ours] if ours else [])
+        tasks += [Task(chosen, net, dtype, part, compile_only=False) for part in parts]
     tasks.sort(key=lambda task: _slowest_first(task.net, task.torch_methods[-1]))
     limit = min(deadline - time.monotonic(), max(chosen.limit_seconds, 2 * chosen.start_by))
-    threads = max(2, (os.cpu_count() or 2) // 4)
+    threads = max(1, (os.cpu_count() or 2) // len(tasks))
     with tempfile.TemporaryDirectory() as folder:
         for task in tasks:
             task.turns = {
@@ -429,18 +426,11 @@ def together(chosen: argparse.Namespace, document: dict[str, Any], deadline: flo
                 document["versions"] |= facts.get("versions", {})
                 weight = nets.TABLE[task.net].weight
                 rows = report.complete(task.net, task.dtype, task.size.batch, weight, facts)
-                keep_new(document["results"], rows)
+                document["results"] += rows
                 report.price_missing(document["results"])
                 report.write(chosen.out, document)
                 print(f"\n{task.net} {task.dtype}, batch {task.size.batch}")
                 report.show(rows)
-
-
-def keep_new(results: list[dict[str, Any]], rows: list[dict[str, Any]]) -> None:
-    """Add the rows of methods that have no time yet."""
-    names = ("net", "dtype", "method")
-    known = {tuple(r[n] for n in names) for r in results if r["ms"] is not None}
-    results += [row for row in rows if tuple(row[n] for n in names) not in known]
 
 
 def timed_pass(

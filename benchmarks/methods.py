@@ -17,6 +17,8 @@ import contextlib
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -176,16 +178,20 @@ def _make_fx_patched(net: nn.Module, x: Tensor, y: Tensor, weight: float) -> Ste
 # --- doubleback -----------------------------------------------------------------------------------
 
 
+@cache
+def _model(net: nn.Module, compiled: bool, recompute: bool | None) -> nn.Module:
+    """One for all methods that differ in how it is called: it is compiled once."""
+    import doubleback as db
+
+    loss = db.LossGradient("cross_entropy")
+    return db.Penalised(net, loss, compile=compiled, recompute=recompute)
+
+
 def _doubleback(
     compiled: bool, one_shot: bool, graphed: bool = False, recompute: bool | None = None
 ) -> Callable[..., Step]:
     def build(net: nn.Module, x: Tensor, y: Tensor, weight: float) -> Step:
-        import doubleback as db
-
-        model = db.Penalised(
-            net, db.LossGradient("cross_entropy"), compile=compiled, cuda_graph=graphed,
-            recompute=recompute,
-        )  # fmt: skip
+        model: Any = _model(net, compiled, recompute)
 
         def two_calls(x, y):
             out, penalty = model(x, y)
@@ -194,6 +200,7 @@ def _doubleback(
             return loss.detach(), penalty.detach()
 
         def one_call(x, y):
+            model.cuda_graph = graphed
             _, loss, penalty = model.accumulate(x, y, loss="cross_entropy", weight=weight)
             return loss, penalty
 

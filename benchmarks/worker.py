@@ -231,6 +231,29 @@ def turn(folder: str, workers: int, start_by: float) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def crowded(folder: str) -> Iterator[None]:
+    """While others use the device too, nothing is chosen by timing for good: cuDNN chooses anew
+    afterwards, since `deterministic` is part of what it keeps its choices under, and Inductor
+    times its configurations in one worker at a time."""
+    from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+
+    tune = CachingAutotuner.autotune_to_one_config
+
+    def tune_alone(self, *args, **kwargs):
+        with alone(Path(folder) / "tuning"):
+            return tune(self, *args, **kwargs)
+
+    cudnn = torch.backends.cudnn
+    cudnn.benchmark, cudnn.deterministic = False, True
+    CachingAutotuner.autotune_to_one_config = tune_alone
+    try:
+        yield
+    finally:
+        cudnn.benchmark, cudnn.deterministic = True, False
+        CachingAutotuner.autotune_to_one_config = tune
+
+
 class Worker:
     def __init__(self, job: dict[str, Any], net: nn.Module, xs: list[Tensor], ys: list[Tensor]):
         self.job = job
@@ -311,9 +334,10 @@ class Worker:
             export(Path(self.job["export"]), self.net, self.sets, known)
         spare = 0.2 * self.job["limit_s"]  # kept for the rounds below
         if self.job["turns"]:
-            early = [m for m in self.job["methods"] if methods.parse(m)[0].compiled]
-            for method in early:
-                self.guarded(method, self.first_call)
+            with crowded(self.job["turns"]["folder"]):
+                for method in self.job["methods"]:
+                    if methods.parse(method)[0].compiled and not methods.captures(method):
+                        self.guarded(method, self.first_call)
             with turn(**self.job["turns"]):
                 for method in self.job["methods"]:  # cuDNN is tuned on a device of one's own
                     if method in self.steps or self.guarded(method, self.first_call):
