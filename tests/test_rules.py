@@ -164,6 +164,30 @@ def test_dropout_rule_uses_the_mask_of_the_forward_sweep():
     torch.testing.assert_close(rule.tangent(call, (y,))[0], y * expected)
 
 
+def test_sources_come_before_tangents():
+    """In a flat graph a layer's ξ is free, its K□ taken, before there is a tangent."""
+    net = torch.nn.Sequential(torch.nn.Conv2d(2, 3, 3), torch.nn.Tanh(), torch.nn.Flatten())
+    model = db.Penalised(net, db.OutputGradient(0), flatten_after=0)
+    x, order = torch.randn(2, 2, 5, 5), []
+    right = find_rule(aten.conv2d.default)
+
+    def noting(part):
+        def run(*args):
+            order.append(part)
+            return getattr(right, part)(*args)
+
+        return run
+
+    parts = ("tangent", "curvature")
+    noted = replace(right, **{part: noting(part) for part in parts})
+    db.register_rule(aten.conv2d.default, noted, replace=True)
+    try:
+        model(x)[1].backward()
+    finally:
+        db.register_rule(aten.conv2d.default, right, replace=True)
+    assert order == ["curvature", "tangent"]
+
+
 @pytest.mark.parametrize("part", ["backward", "tangent", "curvature"])
 def test_a_wrong_rule_is_caught(part):
     right = find_rule(aten.tanh.default)
