@@ -13,11 +13,11 @@ scores) is constant. With P = softmax(S), S = s·QKᵀ + mask, and ⟨P, ·⟩ t
     dq = s C K,            dk = s Cᵀ Q,                dv = Pᵀ Ξ
     sq = s(B K + C tk),    sk = s(Bᵀ Q + Cᵀ tq),       sv = (P∘U)ᵀ Ξ
 
-First-order passes run PyTorch's fused kernels where one applies (a float32 vjp, where TF32 is
-allowed, the kernel here). Everything else recomputes P from
-the log-sum-exp of its rows: in Triton on CUDA, otherwise in blocks of at most ``BLOCK_ELEMENTS``
-scores, so that memory grows with N + M, never with N·M. A row whose scores are all −∞ has P = 0, as
-in PyTorch. Dropout of the second derivative: ``attention_blocks``.
+First-order passes run PyTorch's fused kernels where one applies, but for the vjp in float32 where
+TF32 is allowed. Everything else recomputes P from the log-sum-exp of its rows: in Triton on CUDA,
+otherwise in blocks of at most ``BLOCK_ELEMENTS`` scores, so that memory grows with N + M, never
+with N·M. A row whose scores are all −∞ has P = 0, as in PyTorch. Dropout of the second derivative:
+``attention_blocks``.
 """
 
 from __future__ import annotations
