@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..graph import Ref
+from ..kernels.pointwise import cleared
 from .seeded import VMAP
 from .structures import broadcast_adjoint, linear
 from .table import Call, Rule, Structure, Tensors, add, aligned, alone, light, overload, run
@@ -134,7 +135,7 @@ def _where() -> Rule:
         mask = call.inputs[0]
         for slot, side in zip(range(1, len(call.inputs)), sides(call), strict=True):
             if wanted[slot]:
-                part = torch.where(mask, y, 0) if side == 0 else torch.where(mask, 0, y)  # type: ignore[call-overload]
+                part = cleared(~mask if side == 0 else mask, y)  # type: ignore[operator, arg-type]
                 grads[slot] = broadcast_adjoint(call, slot, part)
         return grads
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..graph import Node
 from ..kernels.mode import fusing
-from ..kernels.pointwise import gelu_second, gelu_tanh_second, silu_second
+from ..kernels.pointwise import cleared, gelu_second, gelu_tanh_second, silu_second
 from .seeded import VMAP
 from .structures import coordinatewise, linear
 from .table import Call, Rule, Structure, Tensors, add, alone, overload, run, sum_to
@@ -70,7 +70,7 @@ def _relu_family() -> dict[str, Rule]:
             inside = inside & (x >= low)
         if high is not None:
             inside = inside & (x <= high)
-        return torch.where(inside, y, 0)
+        return cleared(~inside, y)
 
     return {
         "relu.default": piece(
@@ -96,7 +96,7 @@ def _relu_family() -> dict[str, Rule]:
             binary=True,
         ),
         # written out: the stock kernel multiplies by 1/6 in float32 whatever the dtype
-        "hardsigmoid.default": piece("input", lambda c, y, v: torch.where(v.abs() < 3, y / 6, 0)),
+        "hardsigmoid.default": piece("input", lambda c, y, v: cleared(~(v.abs() < 3), y / 6)),
         "threshold.default": piece(
             "input",
             lambda c, y, v: aten.threshold_backward(y, v, c.argument(1, "threshold")),
@@ -130,17 +130,14 @@ def _masked(of: str, flat: Callable[[Call, Tensor], Tensor]) -> Rule:
         zero = 0 if fusing() else out.new_zeros(())  # made once: `where` would at every call
         return out, (flat(call, out if of == "output" else call.value(0)), zero)
 
-    def cleared(saved: Any, y: Any) -> Tensor:
+    def fused(call: Call, y: Tensor, saved: Any) -> Tensor:
         mask, zero = saved
-        return torch.where(mask, zero, y)
+        return cleared(mask, y, zero)
 
     return coordinatewise(
-        "saved",
-        lambda call, saved: cleared(saved, 1.0),
-        None,
-        fused=lambda call, y, saved: cleared(saved, y),
+        "saved", lambda call, saved: torch.where(saved[0], saved[1], 1.0), None, fused=fused,
         forward=forward,
-    )
+    )  # fmt: skip
 
 
 def _rrelu() -> Rule:
