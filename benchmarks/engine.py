@@ -420,17 +420,21 @@ def together(chosen: argparse.Namespace, document: dict[str, Any], deadline: flo
             }
         with ThreadPoolExecutor(len(tasks)) as pool:
             runs = {pool.submit(task.run, limit, threads): task for task in tasks}
+            known: dict[tuple[str, str], dict[str, Any]] = {}
+            found: dict[tuple[str, str], list[dict[str, Any]]] = {}
             for run in as_completed(runs):
                 task, facts = runs[run], run.result()
+                pair = task.net, task.dtype
                 document["hardware"] = facts.get("hardware", document["hardware"])
                 document["versions"] |= facts.get("versions", {})
+                whole = known.setdefault(pair, {"rows": {}})
+                whole |= {**facts, "rows": whole["rows"] | facts["rows"]}
                 weight = nets.TABLE[task.net].weight
-                rows = report.complete(task.net, task.dtype, task.size.batch, weight, facts)
-                document["results"] += rows
-                report.price_missing(document["results"])
+                found[pair] = report.complete(*pair, task.size.batch, weight, whole)
+                document["results"] = [row for some in found.values() for row in some]
                 report.write(chosen.out, document)
                 print(f"\n{task.net} {task.dtype}, batch {task.size.batch}")
-                report.show(rows)
+                report.show(found[pair])
 
 
 def timed_pass(

@@ -67,22 +67,6 @@ def complete(net: str, dtype: str, batch: int, weight: float, facts: dict[str, A
     return rows
 
 
-def price_missing(results: Sequence[Row]) -> None:
-    """Ratios to plain steps that other processes of the same run measured."""
-    plain = {
-        _place(row): row for row in results if row["ms"] is not None and row["method"] in PLAIN
-    }
-    for row in results:
-        net, dtype, _ = _place(row)
-        for key, method in (("eager", "plain"), ("compiled", "plain compiled")):
-            other = plain.get((net, dtype, method))
-            if row[f"price_vs_plain_{key}"] is None and other is not None:
-                row[f"price_vs_plain_{key}"] = _ratio(row["ms"], other["ms"])
-        if row["memory_vs_plain"] is None and (net, dtype, "plain") in plain:
-            other = plain[net, dtype, "plain"]
-            row["memory_vs_plain"] = _ratio(row["peak_mib"], other["peak_mib"])
-
-
 MEMORY = ("peak_mib", "reserved_mib", "memory_vs_plain")
 
 

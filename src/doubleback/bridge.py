@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from . import sweeps
+from .calls import copies
 from .closures import tensors_of
-from .cuda_graphs import copies
 from .errors import StaleGraphError, ThirdDerivativeError
 from .kernels.depthwise import taps_first
 from .losses import Loss

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from .calls import copies
 from .counting import Operations, recording, replayed
 
 WARM_UP = 3  # calls before capture: kernels are chosen, sweeps are flattened
@@ -64,11 +65,6 @@ class Lent:
 
 def _users(storage: int | None) -> int:
     return 0 if storage is None else torch._C._storage_Use_Count(storage)  # type: ignore[attr-defined]
-
-
-def copies(tensors: list[Tensor]) -> Sequence[Tensor]:
-    """A copy of each, in a few kernels for all of them."""
-    return torch._foreach_mul(tensors, 1.0) if tensors else ()  # type: ignore[attr-defined]
 
 
 class GraphedStep:

@@ -55,6 +55,26 @@ def _probabilities(
 
 
 @jit
+def _block_of_rows(N, HEADS, GROUP, BLOCK: tl.constexpr):
+    """This program's block and its rows, of which example, head, and head of keys; the longest
+    causal rows come first."""
+    blocks = tl.cdiv(N, BLOCK)
+    i = blocks - 1 - tl.program_id(0) % blocks
+    z = (tl.program_id(0) // blocks).to(tl.int64)
+    return i, i * BLOCK + tl.arange(0, BLOCK), z, z // HEADS, z % HEADS, z % HEADS // GROUP
+
+
+@jit
+def _block_of_columns(M, HEADS, GROUP, BLOCK: tl.constexpr):
+    """This program's block and its columns, of which example and head of keys."""
+    blocks = tl.cdiv(M, BLOCK)
+    j = tl.program_id(0) % blocks
+    z = (tl.program_id(0) // blocks).to(tl.int64)
+    heads = HEADS // GROUP
+    return j, j * BLOCK + tl.arange(0, BLOCK), z // heads, z % heads
+
+
+@jit
 def rows_kernel(
     q, tq, xi, out, k, tk, v, tv, t_out, sq, lse, stats, mask,
     q_b, q_h, q_n, tq_b, tq_h, tq_n, xi_b, xi_h, xi_n, out_b, out_h, out_n,
@@ -68,12 +88,7 @@ def rows_kernel(
     T: tl.constexpr, SQ: tl.constexpr, SOURCE: tl.constexpr, KNOWN: tl.constexpr,
 ):  # fmt: skip
     """t_out and sq of BM rows, and their means δ, D, κ into `stats` (3, b·heads, N)."""
-    blocks = tl.cdiv(N, BM)
-    i = blocks - 1 - tl.program_id(0) % blocks  # the longest causal rows first
-    z = (tl.program_id(0) // blocks).to(tl.int64)
-    b, h = z // HEADS, z % HEADS
-    g = h // GROUP
-    rows = i * BM + tl.arange(0, BM)
+    i, rows, z, b, h, g = _block_of_rows(N, HEADS, GROUP, BM)
     k += b * k_b + g * k_h
     tk += b * tk_b + g * tk_h
     v += b * v_b + g * v_h
@@ -92,7 +107,7 @@ def rows_kernel(
         mean = tl.sum(xii.to(tl.float32) * o.to(tl.float32), 1)
     log = tl.load(lse + z * N + rows, mask=rows < N, other=float("inf"))
     where = stats + z * N + rows
-    size = (tl.num_programs(0) // blocks).to(tl.int64) * N
+    size = (tl.num_programs(0) // tl.cdiv(N, BM)).to(tl.int64) * N
     if KNOWN:
         c = tl.load(where, mask=rows < N, other=0.0)
         e = tl.load(where + 2 * size, mask=rows < N, other=0.0)
@@ -204,13 +219,8 @@ def columns_kernel(
     SK: tl.constexpr, SV: tl.constexpr,
 ):  # fmt: skip
     """sk and sv of BN columns, summed over the rows of all heads of the group; tiles are Pᵀ."""
-    blocks = tl.cdiv(M, BN)
-    j = tl.program_id(0) % blocks
-    z = (tl.program_id(0) // blocks).to(tl.int64)
-    key_heads = HEADS // GROUP
-    b, g = z // key_heads, z % key_heads
-    size = (tl.num_programs(0) // blocks).to(tl.int64) * GROUP * N
-    columns = j * BN + tl.arange(0, BN)
+    j, columns, b, g = _block_of_columns(M, HEADS, GROUP, BN)
+    size = (tl.num_programs(0) // tl.cdiv(M, BN)).to(tl.int64) * GROUP * N
 
     kj = _load(k + b * k_b + g * k_h, columns, M, k_m, E, BE)
     tkj = kj
@@ -276,12 +286,7 @@ def first_rows_kernel(
     BM: tl.constexpr, BN: tl.constexpr, DQ: tl.constexpr,
 ):  # fmt: skip
     """D of BM rows into `means` (b·heads, N), and their dq."""
-    blocks = tl.cdiv(N, BM)
-    i = blocks - 1 - tl.program_id(0) % blocks
-    z = (tl.program_id(0) // blocks).to(tl.int64)
-    b, h = z // HEADS, z % HEADS
-    g = h // GROUP
-    rows = i * BM + tl.arange(0, BM)
+    i, rows, z, b, h, g = _block_of_rows(N, HEADS, GROUP, BM)
     xii = _load(xi + b * xi_b + h * xi_h, rows, N, xi_n, EV, BEV)
     o = _load(out + b * out_b + h * out_h, rows, N, out_n, EV, BEV)
     mean = tl.sum(xii.to(tl.float32) * o.to(tl.float32), 1)
@@ -320,12 +325,7 @@ def first_columns_kernel(
     BM: tl.constexpr, BN: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of BN columns, summed over the rows of all heads of the group; tiles are Pᵀ."""
-    blocks = tl.cdiv(M, BN)
-    j = tl.program_id(0) % blocks
-    z = (tl.program_id(0) // blocks).to(tl.int64)
-    key_heads = HEADS // GROUP
-    b, g = z // key_heads, z % key_heads
-    columns = j * BN + tl.arange(0, BN)
+    j, columns, b, g = _block_of_columns(M, HEADS, GROUP, BN)
     kj = _load(k + b * k_b + g * k_h, columns, M, k_m, E, BE)
     vj = _load(v + b * v_b + g * v_h, columns, M, v_m, EV, BEV)
     sum_k = tl.zeros([BN, BE], tl.float32)

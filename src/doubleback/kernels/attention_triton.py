@@ -93,8 +93,7 @@ def first(
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """(dq, dk, dv), None where `want` says no; shapes as for `second`."""
     call = torch.ops.doubleback.attention_first if _traced() else _launch_first
-    found = iter(call(xi, q, k, v, out, lse, mask, causal, scale, list(want)))
-    return tuple(next(found) if w else None for w in want)
+    return _placed(want, call(xi, q, k, v, out, lse, mask, causal, scale, list(want)))
 
 
 def second(
@@ -119,8 +118,7 @@ def second(
     node, ``doubleback::attention_second``.
     """
     call = torch.ops.doubleback.attention_second if _traced() else _launch
-    found = iter(call(xi, tq, tk, tv, q, k, v, out, lse, mask, causal, scale, want))
-    return tuple(next(found) if w else None for w in want)
+    return _placed(want, call(xi, tq, tk, tv, q, k, v, out, lse, mask, causal, scale, want))
 
 
 def _traced() -> bool:
@@ -131,6 +129,14 @@ def _empty(want: Sequence[bool], *like: Tensor) -> list[Tensor]:
     return [torch.empty_like(t) for t, w in zip(like, want, strict=True) if w]
 
 
+def _placed(
+    want: Sequence[bool], results: Sequence[Tensor], other: Tensor | None = None
+) -> tuple[Any, ...]:
+    """The results, each in the place of one that was wanted, with `other` in those between."""
+    found = iter(results)
+    return tuple(next(found) if w else other for w in want)
+
+
 def _launch(xi, tq, tk, tv, q, k, v, out, lse, mask, causal, scale, want) -> list[Tensor]:
     given = (xi, tq, tk, tv, q, k, v, out)
     key = (*map(look, given), look(lse), look(mask), causal, scale, *want)
@@ -139,12 +145,10 @@ def _launch(xi, tq, tk, tv, q, k, v, out, lse, mask, causal, scale, want) -> lis
         xi, tq, tk, tv, q, k, v, out = (_rowwise(t) for t in given)
         lse = lse.contiguous()
     results = _empty(want, out, q, k, v)
-    found = iter(results)
-    t_out, sq, sk, sv = (next(found) if w else None for w in want)
+    t_out, sq, sk, sv = _placed(want, results, q)
     stats = torch.empty(plan.stats, dtype=torch.float32, device=q.device)
     mask = _readable(mask, q)
     tq, tk, tv, xi = (q if t is None else t for t in (tq, tk, tv, xi))
-    t_out, sq, sk, sv = (q if t is None else t for t in (t_out, sq, sk, sv))
     for launch in plan.rows:
         launch(q, tq, xi, out, k, tk, v, tv, t_out, sq, lse, stats, mask)
     if plan.columns is not None:
@@ -163,39 +167,39 @@ class _Plan(NamedTuple):
     @classmethod
     def of(cls, xi, tq, tk, tv, q, k, v, out, lse, mask, causal, scale, want) -> _Plan:
         given = (xi, tq, tk, tv, q, k, v, out)
-        laid = [_rowwise(t) for t in given]
-        moved = any(a is not b for a, b in zip(given, laid, strict=True))
-        xi, tq, tk, tv, q, k, v, out = laid
-        found = iter(_empty(want, out, q, k, v))
-        t_out, sq, sk, sv = (next(found) if w else None for w in want)
+        xi, tq, tk, tv, q, k, v, out = laid = [_rowwise(t) for t in given]
+        t_out, sq, sk, sv = _placed(want, _empty(want, out, q, k, v))
         shapes = _Shapes(q, k, v, mask, causal, scale)
         moving = dict(TQ=tq is not None, TK=tk is not None, TV=tv is not None)
         rows, columns = [], None
         for walk in _row_walks(want, shapes.width):
             name = "means" if walk["SOURCE"] and not walk["SQ"] else "rows"
             strides = _strides(q, tq, xi, out, k, tk, v, tv, t_out, sq)
-            rows.append(shapes.over_rows(name, rows_kernel, strides, **moving, **walk))
+            rows.append(shapes.launch("BM", name, rows_kernel, strides, **moving, **walk))
         if want[2] or want[3]:
             strides = _strides(q, tq, xi, k, tk, v, tv, sk, sv)
             walk = dict(SK=want[2], SV=want[3])
-            columns = shapes.over_columns("columns", columns_kernel, strides, **moving, **walk)
-        return cls(moved or not lse.is_contiguous(), (3, *q.shape[:3]), rows, columns)
+            columns = shapes.launch("BN", "columns", columns_kernel, strides, **moving, **walk)
+        return cls(_moved(given, laid, lse), (3, *q.shape[:3]), rows, columns)
 
     @classmethod
     def of_first(cls, xi, q, k, v, out, lse, mask, causal, scale, want) -> _Plan:
         given = (xi, q, k, v, out)
         xi, q, k, v, out = laid = [_rowwise(t) for t in given]
-        moved = any(a is not b for a, b in zip(given, laid, strict=True))
-        found = iter(_empty(want, q, k, v))
-        dq, dk, dv = (next(found) if w else None for w in want)
+        dq, dk, dv = _placed(want, _empty(want, q, k, v))
         shapes = _Shapes(q, k, v, mask, causal, scale)
         strides = _strides(q, xi, out, k, v, dq)
-        rows = shapes.over_rows("first rows", first_rows_kernel, strides, DQ=want[0])
+        rows = shapes.launch("BM", "first rows", first_rows_kernel, strides, DQ=want[0])
         columns = None
         if want[1] or want[2]:
             strides, walk = _strides(q, xi, k, v, dk, dv), dict(DK=want[1], DV=want[2])
-            columns = shapes.over_columns("first columns", first_columns_kernel, strides, **walk)
-        return cls(moved or not lse.is_contiguous(), q.shape[:3], [rows], columns)
+            columns = shapes.launch("BN", "first columns", first_columns_kernel, strides, **walk)
+        return cls(_moved(given, laid, lse), q.shape[:3], [rows], columns)
+
+
+def _moved(given: Sequence[Any], laid: Sequence[Any], lse: Tensor) -> bool:
+    same = all(a is b for a, b in zip(given, laid, strict=True))
+    return not (same and lse.is_contiguous())
 
 
 class _Shapes:
@@ -206,8 +210,8 @@ class _Shapes:
     ) -> None:
         (b, hq, n, e), (_, h, m, _), ev = q.shape, k.shape, v.shape[3]
         masked = q.stride() if mask is None else mask.expand(b, hq, n, m).stride()
-        self.width, self.n, self.m, self.device = max(e, ev), n, m, q.device
-        self.itemsize, self.row_heads, self.column_heads = q.itemsize, b * hq, b * h
+        self.width, self.itemsize, self.device = max(e, ev), q.itemsize, q.device
+        self.sides = {"BM": (b * hq, n), "BN": (b * h, m)}  # heads, and their rows or columns
         self.numbers = (*masked, hq, hq // h, n, m, scale)
         self.constants: dict[str, Any] = dict(
             E=e, EV=ev, BE=max(16, triton.next_power_of_2(e)),
@@ -215,14 +219,14 @@ class _Shapes:
             MASKED=0 if mask is None else 1 if mask.dtype == torch.bool else 2,
         )  # fmt: skip
 
-    def over_rows(self, name: str, kernel: Any, strides: Sequence[int], **walk: bool) -> Launch:
-        tile = tiles(name, self.width, self.n, self.itemsize, self.device)
-        grid = (self.row_heads * triton.cdiv(self.n, tile["BM"]),)
-        return Launch(kernel, grid, (*strides, *self.numbers), **self.constants, **tile, **walk)
-
-    def over_columns(self, name: str, kernel: Any, strides: Sequence[int], **walk: bool) -> Launch:
-        tile = tiles(name, self.width, self.m, self.itemsize, self.device)
-        grid = (self.column_heads * triton.cdiv(self.m, tile["BN"]),)
+    def launch(
+        self, side: str, name: str, kernel: Any, strides: Sequence[int], **walk: bool
+    ) -> Launch:
+        """`kernel` in tiles called `name`, a program for every block of rows (side "BM") or of
+        columns ("BN")."""
+        heads, length = self.sides[side]
+        tile = tiles(name, self.width, length, self.itemsize, self.device)
+        grid = (heads * triton.cdiv(length, tile[side]),)
         return Launch(kernel, grid, (*strides, *self.numbers), **self.constants, **tile, **walk)
 
 
@@ -237,8 +241,7 @@ def _launch_first(xi, q, k, v, out, lse, mask, causal, scale, want) -> list[Tens
         xi, q, k, v, out = (_rowwise(t) for t in given)
         lse = lse.contiguous()
     results = _empty(want, q, k, v)
-    found = iter(results)
-    dq, dk, dv = (next(found) if w else q for w in want)
+    dq, dk, dv = _placed(want, results, q)
     means = torch.empty(plan.stats, dtype=torch.float32, device=q.device)
     mask = _readable(mask, q)
     for launch in plan.rows:

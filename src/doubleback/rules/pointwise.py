@@ -127,7 +127,8 @@ def _masked(of: str, flat: Callable[[Call, Tensor], Tensor]) -> Rule:
 
     def forward(call: Call) -> tuple[Tensor, tuple[Tensor, Any]]:
         out = call.apply(call.inputs)
-        zero = 0 if fusing() else out.new_zeros(())  # made once: `where` would at every call
+        # on a GPU made once: `where` would at every call
+        zero = out.new_zeros(()) if out.is_cuda and not fusing() else 0
         return out, (flat(call, out if of == "output" else call.value(0)), zero)
 
     def fused(call: Call, y: Tensor, saved: Any) -> Tensor:
