@@ -9,7 +9,7 @@ import hypothesis
 import pytest
 import torch
 
-from doubleback import flatten
+from doubleback.run import flattening as flatten
 
 torch.set_num_threads(1)
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import doubleback as db
-from doubleback import flat_graph
+from doubleback.run import straight_line as flat_graph
 from zoo import double
 
 B, N, C = 4, 3, 5
@@ -357,7 +357,7 @@ def test_a_tensor_for_the_penalty_may_change_its_shape():
 
 
 def test_numbers_that_never_come_again_do_not_pile_up(monkeypatch):
-    monkeypatch.setattr("doubleback.calls.CACHE_SIZE", 3)
+    monkeypatch.setattr("doubleback.capture.calls.CACHE_SIZE", 3)
     net, x = nn.Sequential(nn.Linear(4, 3), nn.Tanh()), torch.randn(5, 4)
     model = db.Penalised(net, db.Custom(lambda out, s: s * out, extras=1), flatten_after=0)
     found = [model(x, float(s))[1].item() / s**2 for s in range(1, 7)]

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
 import doubleback as db
-from doubleback.check import compare
+from doubleback.check.parity import compare
 
 X, Y = torch.randn(6, 4, dtype=torch.float64), torch.randint(3, (6,))
 

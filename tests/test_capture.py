@@ -16,9 +16,9 @@ from torch.export import exported_program
 
 import doubleback as db
 import zoo
-from doubleback import capture as module
-from doubleback import captures
-from doubleback.capture import capture
+from doubleback.capture import captures
+from doubleback.capture import exporting as module
+from doubleback.capture.exporting import capture
 
 NAMES = (
     "mlp_every_activation", "resnet_bn_train", "vit", "gpt", "swin", "dropout", "lstm",

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import doubleback as db
-from doubleback.bridge import deliver
-from doubleback.cuda_graphs import Lent
+from doubleback.run.bridge import deliver
+from doubleback.run.cuda_graphs import Lent
 
 
 class Replayed:

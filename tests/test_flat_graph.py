@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from doubleback import flat_graph
+from doubleback.run import straight_line as flat_graph
 
 
 def sum_of_two(a, b, c, d):

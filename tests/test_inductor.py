@@ -15,8 +15,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 import doubleback as db
-from doubleback import flat_graph, inductor
 from doubleback.kernels import mode
+from doubleback.run import inductor
+from doubleback.run import straight_line as flat_graph
 
 aten = torch.ops.aten
 

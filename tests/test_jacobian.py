@@ -16,10 +16,12 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import doubleback as db
-from doubleback import flat_graph, jacobian_program, pricing
-from doubleback.captures import Captures
-from doubleback.jacobian import directions, helmert
-from doubleback.pricing import Meter
+from doubleback.capture.captures import Captures
+from doubleback.jacobian import pricing
+from doubleback.jacobian import programs as jacobian_program
+from doubleback.jacobian.pricing import Meter
+from doubleback.penalties.jacobian import directions, helmert
+from doubleback.run import straight_line as flat_graph
 from zoo import double
 
 ACTIVATIONS = {
@@ -750,7 +752,7 @@ def test_a_whole_step_that_does_not_fit_goes_on_in_chunks(monkeypatch):
     def no_room(*_):
         raise torch.OutOfMemoryError("no room")
 
-    monkeypatch.setattr("doubleback.flatten.FlattenedProgram.step", no_room)
+    monkeypatch.setattr("doubleback.run.flattening.FlattenedProgram.step", no_room)
     with pytest.warns(db.MemoryWarning, match="going on with 2"):
         found = step_gradients(model, x, y)
     for a, b in zip(found, expected, strict=True):

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 import doubleback as db
 import oracle
-from doubleback.capture import capture
+from doubleback.capture.exporting import capture
 from doubleback.rules import registered
 from oracle import Spec
 from test_zoo import TOLERANCE, library_penalty, quartic, turned

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 import doubleback as db
 import oracle
 import zoo
-from doubleback.captures import Captures
+from doubleback.capture.captures import Captures
 from oracle import Spec
 
 

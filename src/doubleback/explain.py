@@ -6,10 +6,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .counting import Operations
-from .jacobian import Jacobian
-from .penalties import Penalty
-from .plan import Plan, Step
-from .planner import Decision
+from .jacobian.planner import Decision
+from .penalties.jacobian import Jacobian
+from .penalties.kinds import Penalty
+from .plan.steps import Plan, Step
 from .rules import Structure
 
 

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from .bridge import Bridge, Job, Program, _no_autocast, deliver
-from .calls import (
+from .capture.calls import (
     Arguments,
     Owner,
     choose,
@@ -25,21 +24,22 @@ from .calls import (
     scale,
     take_apart,
 )
-from .captures import Captures
-from .closures import held_by, likeness, numbers
-from .cuda_graphs import GraphedStep
+from .capture.captures import Captures
+from .capture.closures import held_by, likeness, numbers
 from .errors import CaptureWarning, InputError
 from .explain import Explanation, explain, explain_jacobian, with_iterations
-from .fallback import accumulate_on_autograd, on_autograd
-from .flatten import FlattenedProgram, Replay
 from .graph import Graph
-from .jacobian import Jacobian, SpectralNorm
-from .jacobian_program import SpectralProgram
-from .losses import CallableLoss, Loss, make_loss
-from .penalties import LossGradient, Penalty
-from .plan import Plan, make_plan
-from .planner import plan_jacobian
-from .pricing import price
+from .jacobian.planner import plan_jacobian
+from .jacobian.pricing import price
+from .jacobian.programs import SpectralProgram
+from .penalties.fallback import accumulate_on_autograd, on_autograd
+from .penalties.jacobian import Jacobian, SpectralNorm
+from .penalties.kinds import LossGradient, Penalty
+from .penalties.losses import CallableLoss, Loss, make_loss
+from .plan.steps import Plan, make_plan
+from .run.bridge import Bridge, Job, Program, _no_autocast, deliver
+from .run.cuda_graphs import GraphedStep
+from .run.flattening import FlattenedProgram, Replay
 
 _TRANSIENT = (
     "_graphs", "_programs", "_graphed", "_losses", "_found_owners", "_carried", "_warned",

@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 
 from .errors import DoublebackError, NonFiniteError, RuleError
 from .kernels.mode import boundary
-from .plan import Plan, Step
+from .plan.steps import Plan, Step
 from .rules import Call, add, seeded
 
 Watch = Callable[[str, Step, Any], None]

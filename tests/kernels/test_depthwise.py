@@ -14,7 +14,7 @@ import doubleback as db
 from doubleback.kernels import depthwise
 from doubleback.kernels.depthwise import Depthwise
 from doubleback.operators import Convolution
-from doubleback.plan import _layouts
+from doubleback.plan.steps import _layouts
 from gpu import CUDA, DEVICE, needs_triton
 
 aten = torch.ops.aten

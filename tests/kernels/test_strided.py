@@ -11,7 +11,7 @@ import doubleback as db
 from doubleback.kernels import strided
 from doubleback.kernels.strided import Strided, pays
 from doubleback.operators import products
-from doubleback.plan import _layouts
+from doubleback.plan.steps import _layouts
 
 aten = torch.ops.aten
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(

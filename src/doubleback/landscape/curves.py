@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
-from ..losses import SquaredError
-from ..norms import SquaredNorm
-from ..penalties import LossGradient, OutputGradient, Penalty
+from ..penalties.kinds import LossGradient, OutputGradient, Penalty
+from ..penalties.losses import SquaredError
+from ..penalties.norms import SquaredNorm
 from .jets import Jets
 from .path import Path
 from .paths import moving_leaves

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
-from ..capture import capture
+from ..capture.exporting import capture
 from ..errors import InputError, OutputChoiceError
 from ..graph import Graph, Meta, Node, Ref, draws, map_refs
 from ..rules import Call, Rule, find_rule

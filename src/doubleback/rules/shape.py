@@ -339,6 +339,6 @@ def rules() -> Iterator[tuple[Any, Rule]]:
             op = overload(name)
             if op is not None:
                 yield op, rule
-    from ..capture import stop_gradient
+    from ..capture.exporting import stop_gradient
 
     yield stop_gradient, _stop()

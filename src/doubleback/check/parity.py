@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from .errors import CheckError, InputError
-from .fallback import on_autograd
-from .graph import Meta, Node, Ref
-from .penalised import Penalised
-from .rules import Call, Rule, find_rule
+from ..errors import CheckError, InputError
+from ..graph import Meta, Node, Ref
+from ..penalised import Penalised
+from ..penalties.fallback import on_autograd
+from ..rules import Call, Rule, find_rule
 
 TOLERANCE = 1e-10  # relative, float64
 

@@ -6,15 +6,15 @@ import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from .candidates import Candidate, Columns, Rows, Waist, candidates
-from .errors import InputError, PenaltyWarning
-from .flatten import Replay
-from .jacobian import MANY_SEEDS, Jacobian
-from .jacobian_program import JacobianProgram
-from .plan import Plan
+from ..errors import InputError, PenaltyWarning
+from ..penalties.jacobian import MANY_SEEDS, Jacobian
+from ..plan.steps import Plan
+from ..run.flattening import Replay
+from ..sweeps import finite_watch
 from .pricing import Profile, Run, free_bytes, profile
+from .programs import JacobianProgram
 from .segments import Segment
-from .sweeps import finite_watch
+from .strategies import Candidate, Columns, Rows, Waist, candidates
 
 
 class Prices:

@@ -16,10 +16,10 @@ from typing import Any
 
 from torch import nn
 
+from ..errors import CaptureError, CaptureWarning
+from ..graph import Graph
 from .calls import PLAIN, Arguments, graph_key, remember
-from .capture import capture
-from .errors import CaptureError, CaptureWarning
-from .graph import Graph
+from .exporting import capture
 from .holder import OWN
 
 MANY = 8  # captures for changed attributes, after which it is said what they cost

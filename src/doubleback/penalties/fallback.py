@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from .calls import Arguments, follow, pick
+from ..capture.calls import Arguments, follow, pick
+from ..patch.mechanism import supported
 from .jacobian import SpectralNorm
 from .oracle import autograd_penalty
-from .patch.mechanism import supported
 
 if TYPE_CHECKING:
-    from .penalised import Penalised
+    from ..penalised import Penalised
 
 
 def on_autograd(model: Penalised, call: Arguments, patch: bool = True) -> tuple[Any, Tensor]:

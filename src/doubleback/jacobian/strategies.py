@@ -20,13 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import sweeps
-from .jacobian import Jacobian
-from .plan import Plan, make_plan
-from .rules import add
-from .rules.softmax import softmax_curvature, softmax_derivative
+from .. import sweeps
+from ..penalties.jacobian import Jacobian
+from ..plan.steps import Plan, make_plan
+from ..rules import add
+from ..rules.softmax import softmax_curvature, softmax_derivative
+from ..spaces import Euclidean, per_example
 from .segments import Segment, Sources, first_dense, make_segment, width
-from .spaces import Euclidean, per_example
 
 
 def _summed(pairs: Tensor) -> Tensor:

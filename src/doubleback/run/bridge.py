@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from . import sweeps
-from .calls import copies
-from .closures import tensors_of
-from .errors import StaleGraphError, ThirdDerivativeError
-from .kernels.depthwise import taps_first
-from .losses import Loss
-from .penalties import LossGradient, Penalty
-from .plan import Plan
-from .rules import add
+from .. import sweeps
+from ..capture.calls import copies
+from ..capture.closures import tensors_of
+from ..errors import StaleGraphError, ThirdDerivativeError
+from ..kernels.depthwise import taps_first
+from ..penalties.kinds import LossGradient, Penalty
+from ..penalties.losses import Loss
+from ..plan.steps import Plan
+from ..rules import add
 
 
 class First(NamedTuple):

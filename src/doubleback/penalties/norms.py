@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .errors import InputError
-from .spaces import Euclidean, Space, dual_square, safe_sqrt
+from ..errors import InputError
+from ..spaces import Euclidean, Space, dual_square, safe_sqrt
 
 
 def _scaled(factor: Tensor, representers: Sequence[Tensor], xi: Sequence[Tensor]) -> list[Tensor]:

@@ -23,13 +23,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import sweeps
-from .counting import counted
-from .graph import Graph
-from .jacobian import unit_vectors
-from .plan import Plan, Step, make_plan
-from .rules import add
-from .spaces import Euclidean, dual_square
+from .. import sweeps
+from ..counting import counted
+from ..graph import Graph
+from ..penalties.jacobian import unit_vectors
+from ..plan.steps import Plan, Step, make_plan
+from ..rules import add
+from ..spaces import Euclidean, dual_square
 
 Sources = dict[Any, Tensor]
 

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .errors import InputError, LabelError
-from .holder import behind
-from .spaces import Space, per_example
+from ..capture.holder import behind
+from ..errors import InputError, LabelError
+from ..spaces import Space, per_example
 
 GPU_CHECKS = 8  # batches of labels whose range is checked on a GPU
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .errors import InputError
-from .spaces import Space
+from ..errors import InputError
+from . import Space
 
 
 def parameter_spaces(optimizer: Optimizer, spaces: Mapping[Tensor, Space]) -> Optimizer:

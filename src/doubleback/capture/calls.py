@@ -16,10 +16,10 @@ from torch._C._functorch import peek_interpreter_stack  # pyright: ignore
 from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
-from .errors import InputError, OutputChoiceError
-from .graph import Graph, map_refs
-from .kernels.groups import statistics_dtype
-from .plan import Plan
+from ..errors import InputError, OutputChoiceError
+from ..graph import Graph, map_refs
+from ..kernels.groups import statistics_dtype
+from ..plan.steps import Plan
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
 
-from .graph import Graph
+from ..graph import Graph
 
 if TYPE_CHECKING:
-    from .plan import Step
+    from .steps import Step
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -17,15 +17,18 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from . import closures, flat_graph, inductor, nested, sweeps
+from .. import sweeps
+from ..capture import closures
+from ..capture.calls import kind, remember
+from ..counting import Operations, recording, replayed
+from ..errors import RuleError
+from ..kernels import mode
+from ..penalties.kinds import Penalty
+from ..penalties.losses import Loss
+from ..plan.steps import Plan
+from . import inductor, nested
+from . import straight_line as flat_graph
 from .bridge import First, Program
-from .calls import kind, remember
-from .counting import Operations, recording, replayed
-from .errors import RuleError
-from .kernels import mode
-from .losses import Loss
-from .penalties import Penalty
-from .plan import Plan
 
 # ------------------------------------------------------------------------------- graphs
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .errors import InputError
-from .operators import LocallyConnected
+from ..errors import InputError
+from . import LocallyConnected
 
 Sizes = int | tuple[int, ...]
 

@@ -22,11 +22,11 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .errors import InputError
-from .graph import draws
+from ..errors import InputError
+from ..graph import draws
+from ..spaces import per_example
 from .losses import Loss, make_loss, refuse_others
 from .norms import SquaredNorm, as_norm
-from .spaces import per_example
 
 REDUCTIONS = ("mean", "sum", "none")
 

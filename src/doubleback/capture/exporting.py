@@ -23,9 +23,9 @@ from torch.export import exported_program
 from torch.export.graph_signature import InputKind, OutputKind, TensorArgument
 from torch.utils import _pytree as pytree
 
+from ..errors import CaptureError
+from ..graph import Graph, Meta, Node, Ref, refs
 from .decompositions import CALLED, RECURRENT, decompositions, stop_gradient
-from .errors import CaptureError
-from .graph import Graph, Meta, Node, Ref, refs
 from .holder import Holder, inside, untouched
 
 aten = torch.ops.aten

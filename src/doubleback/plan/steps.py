@@ -21,11 +21,11 @@ from dataclasses import dataclass
 
 import torch
 
-from .errors import RuleError
-from .graph import Graph, Node, draws
+from ..errors import RuleError
+from ..graph import Graph, Node, draws
+from ..rules import GENERIC, Rule, Structure, find_rule
+from ..rules.bilinear import convolution_of
 from .renewal import Renewal, find_renewals
-from .rules import GENERIC, Rule, Structure, find_rule
-from .rules.bilinear import convolution_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
-from .patch import patched
-from .penalties import Penalty
+from ..patch import patched
+from .kinds import Penalty
 
 
 def autograd_penalty(

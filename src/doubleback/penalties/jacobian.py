@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .errors import InputError
-from .kernels.groups import statistics_dtype
+from ..errors import InputError
+from ..kernels.groups import statistics_dtype
+from ..rules.softmax import softmax_curvature, softmax_derivative
+from ..spaces import Euclidean, dual_square
+from .kinds import Penalty
 from .norms import Norm, SquaredNorm
-from .penalties import Penalty
-from .rules.softmax import softmax_curvature, softmax_derivative
-from .spaces import Euclidean, dual_square
 
 PLANS = ("auto", "rows", "columns", "waist", "diagonal")
 MANY_SEEDS = 8192

@@ -21,17 +21,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from . import sweeps
-from .bridge import First, Program
-from .candidates import Candidate
-from .errors import MemoryWarning
-from .flatten import FlattenedProgram, Replay
-from .jacobian import SpectralNorm, slot
-from .kernels.groups import statistics_dtype
-from .plan import Plan, make_plan
-from .rules import add
+from .. import sweeps
+from ..errors import MemoryWarning
+from ..kernels.groups import statistics_dtype
+from ..penalties.jacobian import SpectralNorm, slot
+from ..plan.steps import Plan, make_plan
+from ..rules import add
+from ..run.bridge import First, Program
+from ..run.flattening import FlattenedProgram, Replay
+from ..spaces import dual_square
 from .segments import Sources, finished, zero
-from .spaces import dual_square
+from .strategies import Candidate
 
 if TYPE_CHECKING:
     from .planner import Decision

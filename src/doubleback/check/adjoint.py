@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from .check import TOLERANCE, CheckReport, Row
-from .errors import CheckError, InputError
-from .operators import Multilinear, Operator
-from .spaces import Product, Space
+from ..errors import CheckError, InputError
+from ..operators import Multilinear, Operator
+from ..spaces import Product, Space
+from .parity import TOLERANCE, CheckReport, Row
 
 
 @dataclass(frozen=True)

@@ -21,10 +21,10 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from .counting import Operations, recording
-from .flat_graph import NEAR
-from .jacobian_program import JacobianProgram
-from .plan import Plan
+from ..counting import Operations, recording
+from ..plan.steps import Plan
+from ..run.straight_line import NEAR
+from .programs import JacobianProgram
 
 FLOPS_PER_BYTE = 20  # a few on a CPU, 80 to 200 on a GPU; ranks plans, predicts no time
 
