@@ -107,19 +107,20 @@ def same_training(
     how: str = "backward",
     steps: int = 6,
     rate: float = 0.02,
+    own_first: bool = False,
     **options: Any,
 ) -> None:
     """`steps` steps of gradient descent of both, compared after each.
 
     change(net, i): what happens to a network before step i; effects(net): what else to compare;
     batch(i), target(i): arguments and target of step i, by default four examples of five numbers
-    and of one.
+    and of one; own_first: the library's step before stock's, which may share state with it.
     """
     for i in range(steps):
         args = batch(i) if batch else (numbers(i, 4, 5),)
         y = target(i) if target else numbers(50 + i, args[0].shape[0], 1)
-        found = []
-        for net in (twin, model.net):
+        found = {}
+        for net in (model.net, twin) if own_first else (twin, model.net):
             if change is not None:
                 change(net, i)
             net.zero_grad()
@@ -131,8 +132,9 @@ def same_training(
                 else:
                     out, penalty = own_step(model, args, y, how)
             seen = effects(net) if effects else None
-            found.append((out, penalty, seen, torch.get_rng_state()))
-        (wanted_out, wanted_penalty, wanted_seen, state), (out, penalty, seen, own) = found
+            found[net is twin] = (out, penalty, seen, torch.get_rng_state())
+        out, penalty, seen, own = found[False]
+        wanted_out, wanted_penalty, wanted_seen, state = found[True]
         assert_close(out, wanted_out, f"step {i}, out")
         assert_close(penalty, wanted_penalty, f"step {i}, penalty")
         assert_close(seen, wanted_seen, f"step {i}, side effects")

@@ -1,0 +1,151 @@
+"""Writes that autograd does not see: in place under `no_grad`, through `.detach()` and `.data`, and
+the renormalisation of an embedding's rows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from support.stock import numbers, pair, same_training
+
+
+class Written(nn.Module):
+    """Squares a hidden layer whose numbers were changed behind autograd's back: the derivative is
+    that of the unchanged layer, taken at the changed numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(5, 6), nn.Linear(6, 1)
+
+    def write(self, h):
+        raise NotImplementedError
+
+    def forward(self, x):
+        h = self.first(x)
+        self.write(h)
+        return self.last(h * h)
+
+
+class Clamped(Written):
+    def write(self, h):
+        with torch.no_grad():
+            h.clamp_(-0.5, 0.5)
+
+
+class Detached(Written):
+    def write(self, h):
+        h.detach().clamp_(-0.5, 0.5)
+
+
+class Data(Written):
+    def write(self, h):
+        h.data.mul_(0.5)
+
+
+class Rows(Written):
+    def write(self, h):
+        with torch.no_grad():
+            h[:, 1:3] = 0.25
+
+
+class Masked(Written):
+    def write(self, h):
+        with torch.no_grad():
+            h[h < 0] *= 0.1
+
+
+class Copied(Written):
+    def write(self, h):
+        with torch.no_grad():
+            h.copy_(h.round(decimals=1))
+
+
+class InputItself(Written):
+    """A view of the input's copy, written to while no gradient is recorded."""
+
+    def forward(self, x):
+        z = 2 * x
+        with torch.no_grad():
+            z.view(-1).clamp_(-1.0, 1.0)
+        h = self.first(z)
+        return self.last(h * h)
+
+
+class Recorded(Written):
+    """In place with autograd's knowledge, as a control."""
+
+    def write(self, h):
+        h.clamp_(-0.5, 0.5)
+
+
+WRITTEN = (Clamped, Detached, Data, Rows, Masked, Copied, InputItself, Recorded)
+
+
+@pytest.mark.parametrize("how", ["backward", "accumulate"])
+@pytest.mark.parametrize("kind", WRITTEN)
+def test_a_hidden_layer_is_written_to(kind, how):
+    torch.manual_seed(1)
+    model, twin = pair(kind())
+    same_training(model, twin, how=how)
+
+
+class Weights(Written):
+    """Weights clipped in forward, as a Wasserstein critic's may be."""
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.first.weight.clamp_(-0.2, 0.2)
+        return self.last(torch.tanh(self.first(x)))
+
+
+class Statistics(Written):
+    """A running mean, kept by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(6))
+
+    def forward(self, x):
+        h = self.first(x)
+        with torch.no_grad():
+            self.mean.mul_(0.9).add_(0.1 * h.mean(0))
+        return self.last(torch.tanh(h - self.mean))
+
+
+@pytest.mark.parametrize("how", ["backward", "accumulate"])
+@pytest.mark.parametrize("kind", [Weights, Statistics])
+def test_state_is_written_to(kind, how):
+    torch.manual_seed(1)
+    model, twin = pair(kind())
+    same_training(model, twin, how=how)
+
+
+class Embedded(nn.Module):
+    """Tokens beside numbers; rows of the table are scaled down to length one where they are used."""
+
+    def __init__(self, kind: type[nn.Module]) -> None:
+        super().__init__()
+        self.table = kind(7, 6, max_norm=1.0)
+        self.first, self.last = nn.Linear(5, 6), nn.Linear(6, 1)
+
+    def forward(self, x, tokens):
+        rows = self.table(tokens)
+        rows = rows.mean(1) if rows.dim() == 3 else rows
+        return self.last(torch.tanh(self.first(x) * rows))
+
+
+@pytest.mark.parametrize("how", ["backward", "accumulate"])
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_an_embedding_with_a_greatest_norm(kind, how):
+    torch.manual_seed(2)
+    net = Embedded(kind)
+    with torch.no_grad():
+        net.table.weight.mul_(3.0)
+
+    def batch(i):
+        generator = torch.Generator().manual_seed(i)
+        return numbers(i, 4, 5), torch.randint(0, 7, (4, 3), generator=generator)
+
+    model, twin = pair(net)
+    same_training(model, twin, batch=batch, how=how)
