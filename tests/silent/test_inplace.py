@@ -122,7 +122,7 @@ def test_state_is_written_to(kind, how):
 
 
 class Embedded(nn.Module):
-    """Tokens beside numbers; rows of the table are scaled down to length one where they are used."""
+    """Tokens beside numbers; rows of the table that are used are scaled down to length one."""
 
     def __init__(self, kind: type[nn.Module]) -> None:
         super().__init__()

@@ -228,8 +228,8 @@ class ListInside(Scaled):
 
 
 STATES = (
-    Number, Float32, Float64, Enumerated, Partial, PlainObject, SlottedObject, NestedConfig, Ordered,
-    Defaulting, InSet, GlobalNumber, GlobalDictionary, GlobalArguments, GlobalBehindHelper,
+    Number, Float32, Float64, Enumerated, Partial, PlainObject, SlottedObject, NestedConfig,
+    Ordered, Defaulting, InSet, GlobalNumber, GlobalDictionary, GlobalArguments, GlobalBehindHelper,
     ClassAttribute, ListInside,
 )  # fmt: skip
 

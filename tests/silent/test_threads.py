@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -59,7 +60,7 @@ def test_the_first_call_in_two_threads():
         model, twin = pair(network())
         before = model.net.state_dict(keep_vars=True)
         given = [numbers(2 * trial + i, 4, 5) for i in range(2)]
-        found = together(*(lambda x=x: model(x) for x in given))
+        found = together(*(partial(model, x) for x in given))
         assert_plain(model.net, before)
         for x, (out, penalty) in zip(given, found, strict=True):
             wanted, values = stock_penalty(twin, (x,))
@@ -73,7 +74,7 @@ def test_two_models_of_one_network_in_two_threads():
         other = db.Penalised(model.net, db.OutputGradient())
         before = model.net.state_dict(keep_vars=True)
         x = numbers(trial, 4, 5)
-        found = together(lambda model=model, x=x: model(x), lambda other=other, x=x: other(x))
+        found = together(partial(model, x), partial(other, x))
         assert_plain(model.net, before)
         wanted, values = stock_penalty(twin, (x,))
         for out, penalty in found:
@@ -122,7 +123,7 @@ def test_a_model_per_thread(how):
             else:
                 model.accumulate(x, torch.zeros(4, 1).double(), loss="mse", weight=0.5)
 
-    together(*(lambda m=m, b=b: train(m, b) for (m, _), b in zip(pairs, rows, strict=True)))
+    together(*(partial(train, m, b) for (m, _), b in zip(pairs, rows, strict=True)))
     for (model, twin), batches in zip(pairs, rows, strict=True):
         for x in batches:
             out, values = stock_penalty(twin, (x,))

@@ -9,12 +9,13 @@ Each penalty is a small record with
     measure(ξ, *e)     p per example, and q₀ = ∇p
     pull(…, *e)        the gradient of e itself, where it is asked for
     check(out, x, *e)  raises before anything runs on a wrong argument
+    fingerprint()      a key of its numbers, None where a caller's code is part of it
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..errors import InputError
 from ..graph import draws
 from ..spaces import per_example
+from .fingerprint import fingerprint
 from .losses import Loss, make_loss, refuse_others
 from .norms import SquaredNorm, as_norm
 
@@ -120,6 +122,11 @@ class Penalty(ABC):
     def check(self, out_shape: Sequence[int], x: Sequence[Tensor], *extra: Any) -> None:
         """Raise an `InputError` where the arguments do not fit; nothing to check by default."""
         return None
+
+    def fingerprint(self) -> Hashable | None:
+        """A key of all that the numbers depend on: class, attributes, norm, space and loss; None
+        where a caller's code runs, which is then to be called as it is every time."""
+        return fingerprint(self)
 
     def reduce(self, values: Tensor) -> Tensor:
         if self.reduction == "mean":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 from ..capture.holder import behind
 from ..errors import InputError, LabelError
 from ..spaces import Space, per_example
+from .fingerprint import fingerprint
 
 GPU_CHECKS = 8  # batches of labels whose range is checked on a GPU
 
@@ -23,6 +24,8 @@ def _wide(t: Tensor) -> Tensor:
 
 class Loss(ABC):
     """One number per example: `values`; its gradient in the output; its Hessian times h."""
+
+    volatile: tuple[str, ...] = ()  # attributes that no number depends on
 
     @abstractmethod
     def values(self, out: Tensor, y: Tensor) -> Tensor: ...
@@ -36,12 +39,18 @@ class Loss(ABC):
     @abstractmethod
     def check(self, out_shape: Sequence[int], y: Any) -> None: ...
 
+    def fingerprint(self) -> Hashable | None:
+        """A key of all that the numbers depend on; None where a caller's code runs."""
+        return fingerprint(self)
+
 
 class CrossEntropy(Loss):
     """ℓ = Σ_c −t_c log softmax(z)_c, summed over positions, t the smoothed and weighted labels.
 
     ∇ℓ = (Σt) s − t and ∇²ℓ h = (Σt)(s⊙h − ⟨s,h⟩s), classes on axis 1.
     """
+
+    volatile = ("looked_at",)
 
     def __init__(
         self, label_smoothing: float, class_weights: Tensor | None, ignore_index: int
