@@ -1,79 +1,19 @@
-"""Capture: the short way keeps the same operators whole as the long one; when it runs again."""
+"""Capture: when it runs again, what it leaves as it was, and what runs on autograd instead."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
 import random
-import threading
 import types
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.export import exported_program
 
 import doubleback as db
-import zoo
-from doubleback.capture import captures
-from doubleback.capture import exporting as module
-from doubleback.capture.exporting import capture
-
-NAMES = (
-    "mlp_every_activation", "resnet_bn_train", "vit", "gpt", "swin", "dropout", "lstm",
-    "spectral_norm", "transformer_encoder_layer",
-)  # fmt: skip
-
-
-def text(graph):
-    nodes = [(str(n.op), str(n.args), str(n.kwargs), n.inputs, n.outputs) for n in graph.nodes]
-    return nodes, [str(v) for v in graph.values], graph.state, graph.outputs, graph.mutations
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_few_composite_operators_are_as_good_as_all(name, monkeypatch):
-    net, args = zoo.build(zoo.BY_NAME[name])
-    found = text(capture(net, tuple(args), {}))
-    monkeypatch.setattr(module, "_every", None)  # as if this PyTorch had no such list
-    assert found == text(capture(net, tuple(args), {}))
-
-
-def test_parts_of_our_own_decompositions_stay_whole(monkeypatch):
-    """Attention with dropout, instance norm with running statistics, named padding, GLU."""
-
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.conv = nn.Conv2d(2, 4, 2, padding="same")
-            self.norm = nn.InstanceNorm2d(4, track_running_stats=True)
-            self.glu = nn.GLU(1)
-
-        def forward(self, x):
-            h = self.glu(self.norm(self.conv(x))).flatten(2)
-            return nn.functional.scaled_dot_product_attention(h, h, h, dropout_p=0.5)
-
-    net, x = Net().double(), torch.randn(3, 2, 4, 4, dtype=torch.float64)
-    found = text(capture(net, (x,), {}))
-    monkeypatch.setattr(module, "_every", None)
-    assert found == text(capture(net, (x,), {}))
-
-
-def test_other_threads_see_every_operator():
-    every = exported_program._collect_all_valid_cia_ops
-    seen, before = {}, len(every())
-
-    def look():
-        seen["there"] = len(exported_program._collect_all_valid_cia_ops())
-
-    program = torch.export.export(nn.ReLU(), (torch.randn(2),), strict=False)
-    with module._keeping_few_whole(program, {}):
-        thread = threading.Thread(target=look)
-        thread.start()
-        thread.join()
-        assert len(exported_program._collect_all_valid_cia_ops()) < seen["there"] == before
-    assert exported_program._collect_all_valid_cia_ops is every
-
+from doubleback.capture import dynamo
 
 # ------------------------------------------------------------------------------ captured anew
 
@@ -96,9 +36,10 @@ def counted(monkeypatch):
 
     def count(*args):
         made.append(args)
-        return capture(*args)
+        return lift(*args)
 
-    monkeypatch.setattr(captures, "capture", count)
+    lift = dynamo.lift
+    monkeypatch.setattr(dynamo, "lift", count)
     return made
 
 

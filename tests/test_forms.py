@@ -10,6 +10,7 @@ import doubleback as db
 from doubleback import sweeps
 from doubleback.graph import Node, Ref
 from doubleback.rules import Call, find_rule
+from support.plans import plan_of
 
 aten = torch.ops.aten
 EDGES = [
@@ -136,8 +137,7 @@ def test_choice(net, activation):
     torch.manual_seed(0)
     x, y = torch.randn(3, 2, 6, 6), torch.randint(5, (3,))
     model = db.Penalised(net(activation), db.LossGradient("cross_entropy"))
-    call = model._call((x, y), {})
-    plan = model._program(model._graph(call, strict=True), call, gradients=True)[0].plan
+    plan = plan_of(model, x, y)
     name = {nn.ReLU: "relu", nn.ReLU6: "hardtanh", nn.LeakyReLU: "leaky_relu"}
     name = name.get(type(activation), type(activation).__name__.lower())
     (step,) = [s for s in plan.steps if f"aten::{name}" in str(s.node.op._schema.name)]

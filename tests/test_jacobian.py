@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import doubleback as db
-from doubleback.capture.captures import Captures
 from doubleback.jacobian import pricing
 from doubleback.jacobian import programs as jacobian_program
 from doubleback.jacobian.pricing import Meter
@@ -85,11 +84,9 @@ def grads(net: nn.Module) -> list[Tensor]:
     return [g.clone() for g in filled(net, [p.grad for p in net.parameters()])]
 
 
-def ours(net, x, penalty, with_loss, graphs=None, **options) -> tuple[Tensor, list[Tensor]]:
+def ours(net, x, penalty, with_loss, **options) -> tuple[Tensor, list[Tensor]]:
     net.zero_grad(set_to_none=True)
     model = db.Penalised(net, penalty, **options)
-    if graphs is not None:
-        model._graphs = graphs  # captured once: the graph knows no penalty
     out, value = model(x)
     (value + (out.square().mean() if with_loss else 0)).backward()
     return value.detach(), grads(net)
@@ -110,14 +107,14 @@ def close(found, expected) -> None:
 def test_parity_with_jacrev(name, act):
     make, shape = NETS[name]
     net, x = make(ACTIVATIONS[act]), torch.randn(shape)
-    count, graphs = net(x).shape[1], Captures()
+    count = net(x).shape[1]
     for of in ("output", "softmax"):
         expected = truth(net, x, of, with_loss=True)
         for chunk in (1, 2, count, count - 1):
             penalty = db.Jacobian(of, chunk=chunk, plan="rows")
-            close(ours(net, x, penalty, True, graphs), expected)
+            close(ours(net, x, penalty, True), expected)
         expected = truth(net, x, of, with_loss=False)
-        close(ours(net, x, db.Jacobian(of), False, graphs, flatten_after=0), expected)
+        close(ours(net, x, db.Jacobian(of), False, flatten_after=0), expected)
 
 
 @pytest.mark.parametrize("name", NETS)
@@ -126,11 +123,11 @@ def test_every_plan_gives_the_same(name, of):
     make, shape = NETS[name]
     net, x = make(nn.Tanh), torch.randn(shape)
     expected = truth(net, x, of, True)
-    applied, graphs = [], Captures()
+    applied = []
     for plan in ("rows", "columns", "waist", "diagonal"):
         for chunk in (None, 2):
             try:
-                close(ours(net, x, db.Jacobian(of, plan=plan, chunk=chunk), True, graphs), expected)
+                close(ours(net, x, db.Jacobian(of, plan=plan, chunk=chunk), True), expected)
                 applied.append(plan)
             except db.InputError as error:
                 assert "does not apply" in str(error)
@@ -322,12 +319,11 @@ def test_several_inputs_and_a_weighted_space():
 def test_operation_counts_of_the_theory(sizes, act):
     layers, classes = len(sizes) - 1, sizes[-1]
     net, x = mlp(sizes, ACTIVATIONS[act]), torch.randn(4, sizes[0])
-    y, graphs = torch.randint(classes, (4,)), Captures()
+    y = torch.randint(classes, (4,))
     for of, seeds in (("output", classes), ("softmax", classes - 1)):
         for chunk, after in ((None, None), (1, None), (3, None), (None, 0), (3, 0)):
             penalty = db.Jacobian(of, chunk=chunk, plan="rows")
             model = db.Penalised(net, penalty, flatten_after=after)
-            model._graphs = graphs
             with db.count_operations() as ops:
                 out, value = model(x)
                 (F.cross_entropy(out, y) + value).backward()

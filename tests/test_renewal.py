@@ -12,6 +12,7 @@ from torch import nn
 
 import doubleback as db
 from doubleback import sweeps
+from support.plans import leaves_of, plan_of
 
 
 class Twice(nn.Module):
@@ -122,11 +123,6 @@ CASES = {  # the network, its input, and the nodes whose ξ is held
         lambda: nn.Sequential(nn.Linear(6, 5), nn.GELU()), (4, 6), ["gelu"],
     ),
 }  # fmt: skip
-
-
-def plan_of(model, *args):
-    call = model._call(args, {})
-    return model._program(model._graph(call, strict=True), call, gradients=True)[0].plan
 
 
 def labels(x):
@@ -260,8 +256,7 @@ def test_who_recomputes():
 def test_with_seeds_everything_is_held():
     net, x = dense(nn.GELU()).double(), torch.randn(4, 6, dtype=torch.float64)
     model = db.Penalised(net, db.Jacobian(plan="rows"), flatten_after=None)
-    plan, call = plan_of(model, x), model._call((x,), {})
-    leaves = model._program(model._graph(call), call, gradients=True)[1]
+    plan, leaves = plan_of(model, x), leaves_of(model, x)
     state = sweeps.forward(plan, {v: t.detach() for v, t in leaves.items()})
     sweeps.backward(plan, state, torch.ones(2, 4, 5, dtype=torch.float64), seeds=2)
     assert plan.renewals and set(state.xi) == {s.node.index for s in plan.steps if s.curves}

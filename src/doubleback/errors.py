@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import sys
+import warnings
+from typing import Any
+
 
 class DoublebackError(Exception):
     """Base of all errors raised on purpose."""
@@ -66,3 +71,24 @@ class MemoryWarning(UserWarning):
 
 class PenaltyWarning(UserWarning):
     """A penalty is well defined but hardly what was meant."""
+
+
+_HERE = os.path.dirname(os.path.abspath(__file__))
+
+
+def warn(message: str, category: type[Warning] | None = None) -> None:
+    """Warn at the line of the user's that called, past the frames of this library and PyTorch's."""
+    torch_folder = os.path.dirname(os.path.abspath(sys.modules["torch"].__file__ or ""))
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_code.co_filename.startswith((_HERE, torch_folder)):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, category or CaptureWarning, stacklevel=level - 1)
+
+
+def refuse_unused(wrt: Any, x: Any) -> None:
+    """Raise about a penalised input that the output does not depend on."""
+    raise InputError(
+        f"the output does not depend on the penalised input wrt={wrt!r} of shape {tuple(x.shape)}: "
+        "its derivative is zero everywhere (is it detached inside the network, or not used?). Pass "
+        "allow_unused=True if that is meant"
+    )

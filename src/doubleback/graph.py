@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -15,6 +17,13 @@ class Ref:
     """An argument that is the graph's value number `index`."""
 
     index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """A number that is known when the program runs: an expression in sizes of its inputs."""
+
+    expr: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,42 +78,122 @@ class Node:
 
 @dataclass(frozen=True, eq=False)
 class Graph:
-    """A flat, functional program.
+    """A flat, functional program of the tensors that a call hands to it: the network's parameters,
+    buffers and arguments alike, in the order in which the capture found them.
 
-    inputs: value per flattened call argument (None for an argument that is no tensor);
-    state: value of each parameter, buffer or constant by qualified name;
-    outputs: flattened results, a value number or a constant wrapped in a 1-tuple;
-    mutations: buffer name → value that the network writes into it;
-    attributes: those of the constants that are tensors of modules, though no buffers, by name.
+    inputs: the value of each, None for what is no tensor (a size, a number);
+    constants: values that are part of the program;
+    outputs: a value number each, or what is no tensor in a 1-tuple;
+    targets: those outputs of the network that a penalty may be about;
+    mutations: place among `inputs` → the value that the network writes there;
+    names: where each input was found, as Python code;
+    symbols: of a program with open sizes, where each symbol's number is read off: (place,) for an
+    input that is a number, (place, axis) for a tensor's size, (place, "item") for its only entry.
     """
 
     nodes: tuple[Node, ...]
     values: tuple[Meta | None, ...]
     inputs: tuple[int | None, ...]
-    state: Mapping[str, int]
     constants: Mapping[int, Tensor]
     outputs: tuple[Any, ...]
-    out_spec: Any
-    mutations: Mapping[str, int]
-    attributes: Mapping[str, int]
+    targets: tuple[Any, ...]
+    mutations: Mapping[int, int]
+    names: tuple[str, ...] = ()
+    symbols: Mapping[Any, tuple] = field(default_factory=dict)
 
     def shape(self, value: int) -> tuple[int, ...]:
         meta = self.values[value]
         assert meta is not None
         return meta.shape
 
+    @cached_property
+    def _sizes(self) -> tuple[list[Size], Callable[..., Sequence[Any]]]:
+        """Every open number in the program, and the function that computes them all."""
+        metas = [size for meta in self.values if meta is not None for size in meta.shape]
+        trees = (metas, [(n.args, n.kwargs) for n in self.nodes], self.outputs)
+        found = list(dict.fromkeys(_open(trees)))
+        return found, compile_sizes([size.expr for size in found], list(self.symbols))
+
+    def read_symbols(self, given: Sequence[Any]) -> tuple:
+        """The symbols' numbers for these inputs."""
+        return tuple(_read(given[where[0]], *where[1:]) for where in self.symbols.values())
+
+    def at(self, numbers: Sequence[Any]) -> Graph:
+        """The program for these numbers of its symbols (see `read_symbols`), without open sizes."""
+        if not self.symbols:
+            return self
+        sizes, compute = self._sizes
+        bound = dict(zip(sizes, compute(*numbers), strict=True))
+
+        def fill(tree: Any) -> Any:
+            return map_leaves(tree, lambda leaf: bound[leaf] if type(leaf) is Size else leaf)
+
+        values = tuple(
+            meta if meta is None or all(type(s) is int for s in meta.shape)
+            else replace(meta, shape=fill(meta.shape))
+            for meta in self.values
+        )  # fmt: skip
+        nodes = tuple(
+            replace(n, args=fill(n.args), kwargs=fill(n.kwargs)) if open_ else n
+            for n, open_ in zip(self.nodes, self._open_nodes, strict=True)
+        )
+        return replace(self, nodes=nodes, values=values, outputs=fill(self.outputs), symbols={})
+
+    @cached_property
+    def _open_nodes(self) -> list[bool]:
+        return [any(True for _ in _open((n.args, n.kwargs))) for n in self.nodes]
+
+
+def _read(item: Any, where: Any = None) -> Any:
+    if where is None:
+        return item
+    return item.item() if where == "item" else item.shape[where]
+
+
+def _open(tree: Any) -> Iterator[Size]:
+    """The open numbers in nested arguments."""
+    if isinstance(tree, Size):
+        yield tree
+    elif isinstance(tree, (tuple, list)):
+        for item in tree:
+            yield from _open(item)
+    elif isinstance(tree, Mapping):
+        for item in tree.values():
+            yield from _open(item)
+
+
+def compile_sizes(exprs: Sequence[Any], symbols: Sequence[Any]) -> Callable[..., Sequence[Any]]:
+    """One function of the symbols' numbers that computes all of these expressions."""
+    from torch.utils._sympy.printers import PythonPrinter
+
+    printer = PythonPrinter()
+    names = {symbol: f"s{i}" for i, symbol in enumerate(symbols)}
+    parts = [printer.doprint(expr.xreplace(_renamed(names))) for expr in exprs]
+    code = f"lambda {', '.join(names.values())}: ({' '.join(p + ',' for p in parts)})"
+    return eval(code, {"math": math, "torch": torch})
+
+
+def _renamed(names: Mapping[Any, str]) -> dict:
+    """Symbols under names that are Python's and keep what is known of them."""
+    import sympy
+
+    return {s: sympy.Symbol(name, **s.assumptions0) for s, name in names.items()}
+
+
+def map_leaves(tree: Any, fn: Callable[[Any], Any]) -> Any:
+    """Replace every leaf of nested arguments by `fn(leaf)`."""
+    if isinstance(tree, tuple):
+        return tuple(map_leaves(item, fn) for item in tree)
+    if isinstance(tree, list):
+        return [map_leaves(item, fn) for item in tree]
+    if isinstance(tree, dict):
+        return {key: map_leaves(item, fn) for key, item in tree.items()}
+    return fn(tree)
+
 
 def map_refs(tree: Any, fn: Callable[[Ref], Any]) -> Any:
     """Replace every `Ref` in nested arguments by `fn(ref)`."""
-    if isinstance(tree, Ref):
-        return fn(tree)
-    if isinstance(tree, tuple):
-        return tuple(map_refs(item, fn) for item in tree)
-    if isinstance(tree, list):
-        return [map_refs(item, fn) for item in tree]
-    if isinstance(tree, dict):
-        return {key: map_refs(item, fn) for key, item in tree.items()}
-    return tree
+    return map_leaves(tree, lambda leaf: fn(leaf) if isinstance(leaf, Ref) else leaf)
 
 
 def refs(tree: Any) -> Iterable[int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,22 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from .capture.calls import (
-    Arguments,
-    Owner,
-    choose,
-    copy_all,
-    kind,
-    read_state,
-    remember,
-    requires_grad,
-    run_prelude,
-    scale,
-    take_apart,
-)
-from .capture.captures import Captures
-from .capture.closures import held_by, likeness, numbers
-from .errors import CaptureWarning, InputError
+from .capture import requires_grad
+from .captured import CapturedModule, Site
+from .errors import InputError, warn
 from .explain import Explanation, explain, explain_jacobian, with_iterations
 from .graph import Graph
 from .jacobian.planner import plan_jacobian
@@ -35,18 +21,16 @@ from .jacobian.programs import SpectralProgram
 from .penalties.fallback import accumulate_on_autograd, on_autograd
 from .penalties.jacobian import Jacobian, SpectralNorm
 from .penalties.kinds import LossGradient, Penalty
-from .penalties.losses import CallableLoss, Loss, make_loss
-from .plan.steps import Plan, make_plan
-from .run.bridge import Bridge, Job, Program, _no_autocast, deliver
+from .penalties.losses import Loss, make_loss
+from .plan.steps import Plan
+from .run.bridge import Bridge, Job, Program, deliver, no_autocast
+from .run.callers import CallersProgram
 from .run.cuda_graphs import GraphedStep
 from .run.flattening import FlattenedProgram, Replay
-
-_TRANSIENT = (
-    "_graphs", "_programs", "_graphed", "_losses", "_found_owners", "_carried", "_warned",
-)  # fmt: skip
+from .run.state import kind, remember, run_prelude, scale
 
 
-class Penalised(nn.Module):
+class Penalised(CapturedModule):
     """`out, penalty = Penalised(net, penalty)(x, …)`, both differentiable.
 
     `penalty` is R = p((∂out/∂x)* v), reduced over the batch. Gradients of any function of
@@ -61,6 +45,8 @@ class Penalised(nn.Module):
     wrt: which argument of `net` is penalised: a position, a keyword, or a tuple of them. An
         argument may itself be a tuple of tensors.
     output: which output is penalised where `net` returns several: an index, a key, or a path.
+    allow_unused: an input that the output does not depend on counts as a gradient of zero, instead
+        of being an error.
     strict: raise `CaptureError` instead of running on autograd where `net` cannot be captured.
     debug: raise `NonFiniteError` at the first NaN or infinity in any sweep.
     flatten_after: without `compile`, how many calls of one shape run node by node before the
@@ -89,84 +75,80 @@ class Penalised(nn.Module):
         penalty: Penalty,
         compile: bool | str = False,
         *,
-        wrt: int | str | tuple[int | str, ...] = 0,
+        wrt: int | str | tuple = 0,
         output: Any = None,
+        allow_unused: bool = False,
         strict: bool = False,
         debug: bool = False,
         flatten_after: int | None = 2,
         cuda_graph: bool = False,
         recompute: bool | None = None,
     ) -> None:
-        super().__init__()
-        if not isinstance(net, nn.Module):
-            raise InputError(f"net must be an nn.Module, not {type(net).__name__}")
         if not isinstance(penalty, Penalty):
             raise InputError(
                 f"penalty must be one of doubleback's penalties (an instance), not {penalty!r}"
             )
-        self.net = net
+        super().__init__(
+            net, compile, wrt=wrt, output=output, allow_unused=allow_unused, strict=strict,
+            debug=debug, flatten_after=flatten_after, recompute=recompute,
+        )  # fmt: skip
         self.penalty = penalty
-        self.compile_mode = compile
-        self.wrt = wrt if isinstance(wrt, tuple) else (wrt,)
-        self.output = output
-        self.strict = strict
-        self.debug = debug
-        self.flatten_after = flatten_after
         self.cuda_graph = cuda_graph
-        self.recompute = not compile if recompute is None else recompute
         if cuda_graph and isinstance(penalty, SpectralNorm) and penalty.warm_start:
             raise InputError(
                 "a CUDA graph cannot carry SpectralNorm's vector from call to call; use "
                 "warm_start=False or cuda_graph=False"
             )
-        self._reset()
+
+    _transient = CapturedModule._transient | {"_graphed", "_carried", "_warned_of_graph"}
 
     def _reset(self) -> None:
-        self._graphs = Captures()
-        self._programs: dict[Any, Any] = {}
+        super()._reset()
         self._graphed: dict[Any, GraphedStep] = {}
-        self._losses: dict[Any, Loss] = {}
-        self._found_owners: dict[int, tuple[Graph, list]] = {}
         self._carried: dict[Any, Tensor] = {}  # singular vectors, from call to call
-        self._warned = False
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: item for name, item in self.__dict__.items() if name not in _TRANSIENT}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._reset()
+        self._warned_of_graph = False
 
     # ------------------------------------------------------------------------------ calls
 
-    def forward(self, *args: Any, **kwargs: Any) -> tuple[Any, Tensor]:
+    @property
+    def _extras(self) -> int:
+        return self.penalty.extras
+
+    def _captures(self, call: Any) -> bool:
+        """Without an example there is nothing to plan seeds for."""
+        seeded = isinstance(self.penalty, (Jacobian, SpectralNorm))
+        return super()._captures(call) and not (seeded and not call.x[0].shape[0])
+
+    def _forward(self, *args: Any, **kwargs: Any) -> tuple[Any, Tensor]:
         """(what net returns, the penalty)."""
         call = self._call(args, kwargs)
-        graph = self._graph(call)
-        if graph is None:
-            return on_autograd(self, call)
-        program, state = self._program(graph, call, gradients=torch.is_grad_enabled())
-        plan, asked = program.plan, call.asked if torch.is_grad_enabled() else {}
-        with _no_autocast():
+        gradients = torch.is_grad_enabled()
+        found: list[Tensor] = []
+
+        def run(graph: Graph, inputs: Sequence[Any]) -> Sequence[Any]:
+            site = self._site(graph, inputs, call)
+            program, state = self._program(site, gradients)
+            plan, asked = program.plan, call.asked if gradients else {}
             prelude = run_prelude(plan, state)
             job = Job(program, {v: prelude[v] for v in plan.constants}, call.constants)
-            tensors = [*(prelude[v] for v in (*plan.penalised, *plan.effective)), *asked.values()]
+            swept = [prelude[v] for v in (*plan.penalised, *plan.effective)]
             if plan.trained or asked:
-                *outputs, penalty = Bridge.apply(job, *tensors)  # type: ignore[misc]
+                *outputs, penalty = Bridge.apply(job, *swept, *asked.values())  # type: ignore[misc]
             else:
                 with torch.no_grad():
-                    found = program.first(job.leaves(tensors), job.extra, keep=False)
-                outputs, penalty = found.outputs, self.penalty.reduce(found.values)
-                job.mutations.update(found.mutated)
-        self._write_buffers(plan, prelude, job.mutations)
-        return self._assemble(plan, outputs, prelude), penalty
+                    first = program.first(job.leaves(swept), job.extra, keep=False)
+                outputs, penalty = first.outputs, self.penalty.reduce(first.values)
+                job.mutations.update(first.mutated)
+            found.append(penalty)
+            return self._finish(site, plan, prelude, outputs, job.mutations, gradients)
+
+        captured, result = self._through(run, call)
+        if captured:
+            return result, found[0]
+        return self._on_autograd(lambda: on_autograd(self, call))
 
     def accumulate(
-        self,
-        *args: Any,
-        loss: Any = None,
-        weight: float = 1.0,
-        **kwargs: Any,
+        self, *args: Any, loss: Any = None, weight: float = 1.0, **kwargs: Any
     ) -> tuple[Any, Tensor, Tensor]:
         """One-shot training step: adds ∇(loss + weight·penalty) to `.grad`, all four sweeps in
         one call (one graph with `compile=True`). Returns (out, loss, penalty), detached.
@@ -182,6 +164,11 @@ class Penalised(nn.Module):
         >>> x, y = torch.randn(5, 4), torch.tensor([0, 1, 2, 0, 1])
         >>> out, loss, penalty = model.accumulate(x, y, weight=0.01)
         """
+        return self._opaque(self._accumulate)(args, kwargs, loss, weight)
+
+    def _accumulate(
+        self, args: tuple, kwargs: Mapping[str, Any], loss: Any, weight: float
+    ) -> tuple[Any, Tensor, Tensor]:
         if not isinstance(weight, (int, float)):
             raise InputError(f"weight must be a number, not {type(weight).__name__}")
         own_loss, args, target = self._loss(loss, args)
@@ -193,15 +180,15 @@ class Penalised(nn.Module):
                 "accumulate holds the loss's target constant, but it requires grad: detach it, or "
                 "call the model and backward() for its gradient"
             )
-        graph = self._graph(call)
-        if graph is None:
-            return accumulate_on_autograd(self, call, own_loss, target, weight)
-        program, state = self._program(graph, call, gradients=True, copies=False)
-        plan = program.plan
-        if own_loss is not None:
-            own_loss.check(graph.shape(plan.target), target)
-        # what lies before the sweeps receives its gradient under no_grad and inference_mode too
-        with torch.inference_mode(False), _no_autocast():
+        found: list[Tensor] = []
+        pairs: list[tuple[Tensor, Tensor]] = []
+
+        def run(graph: Graph, inputs: Sequence[Any]) -> Sequence[Any]:
+            site = self._site(graph, inputs, call)
+            if own_loss is not None:
+                own_loss.check(site.graph.shape(site.target), target)
+            program, state = self._program(site, True, copies=False, loss=own_loss)
+            plan = program.plan
             prelude = run_prelude(plan, state)
             values = {v: prelude[v].detach() for v in (*plan.penalised, *plan.leaves)}
             swept = (prelude[v] for v in (*plan.penalised, *plan.effective))
@@ -211,10 +198,19 @@ class Penalised(nn.Module):
                 outputs, loss_value, penalty, grads, mutated = self._step(
                     program, values, call.constants, own_loss, target, by, ends
                 )
-            deliver([(t, g) for t, g in zip(ends, grads, strict=True) if g is not None])
-        self._write_buffers(plan, prelude, mutated)
-        prelude = {v: t.detach() for v, t in prelude.items()}
-        return self._assemble(plan, outputs, prelude), loss_value, penalty
+            pairs.extend((t, g) for t, g in zip(ends, grads, strict=True) if g is not None)
+            found.extend((loss_value, penalty))
+            return self._finish(site, plan, prelude, outputs, mutated, False)
+
+        captured, result = self._through(run, call)
+        if not captured:
+            return self._on_autograd(
+                lambda: accumulate_on_autograd(self, call, own_loss, target, weight)
+            )
+        # what lies before the sweeps receives its gradient under no_grad and inference_mode too
+        with torch.inference_mode(False), no_autocast():
+            deliver(pairs)
+        return result, found[0], found[1]
 
     def _step(
         self, program: Any, values: Mapping[int, Tensor], extra: tuple, loss: Any, target: Any,
@@ -223,23 +219,33 @@ class Penalised(nn.Module):
         """All four sweeps, as one CUDA graph where that was asked for."""
         if not (self.cuda_graph and values[program.plan.penalised[0]].is_cuda):
             return program.step(values, extra, loss, target, weight)
+        if isinstance(program, CallersProgram):
+            self._warn_of_graph()
+            return program.step(values, extra, loss, target, weight)
         moves = set(program.plan.penalised)
         moving = ({v: t for v, t in values.items() if v in moves}, extra, target, weight)
-        held = (program.held(loss),) if isinstance(program, FlattenedProgram) else ()
-        fixed = ({v: t for v, t in values.items() if v not in moves}, held)
+        fixed = {v: t for v, t in values.items() if v not in moves}
 
         def run(given: Any, rest: Any) -> tuple:
             x, more, y, by = given
-            return program.step({**x, **rest[0]}, more, loss, y, by, *rest[1])
+            return program.step({**x, **rest}, more, loss, y, by)
 
-        leaves, spec = pytree.tree_flatten((moving, held))
-        key = (program, loss, spec, *map(kind, leaves))
+        leaves, spec = pytree.tree_flatten(moving)
+        key = (program, None if loss is None else loss.fingerprint(), spec, *map(kind, leaves))
         graphed = self._graphed.get(key)
         if graphed is None:
             graphed = GraphedStep(run, moving, fixed, gradients=lambda out: out[3])
             remember(self._graphed, key, graphed)
         (outputs, loss_value, penalty, _, mutated), grads = graphed(moving, fixed, ends)
         return [t.clone() for t in outputs], loss_value.clone(), penalty.clone(), grads, mutated
+
+    def _warn_of_graph(self) -> None:
+        if not self._warned_of_graph:
+            self._warned_of_graph = True
+            warn(
+                "cuda_graph=True: a loss or penalty of your own is Python that a CUDA graph would "
+                "not call again, so this model runs without a graph; use a built-in loss and norm"
+            )
 
     def explain(self, *args: Any, **kwargs: Any) -> Explanation:
         """The plan for such a call: sweeps, operation counts, FLOPs, memory, rules, and why.
@@ -248,9 +254,8 @@ class Penalised(nn.Module):
         tensors without numbers; None where an operator needs numbers.
         """
         call = self._call(args, kwargs)
-        graph = self._graph(call, strict=True)
-        assert graph is not None
-        program, _ = self._program(graph, call, gradients=True)
+        site = self._find(call)
+        program, _ = self._program(site, gradients=True)
         plan = program.plan
         flat = self.flatten_after is not None and not self.debug
         replay = Replay(False, 0 if flat else None)
@@ -275,122 +280,66 @@ class Penalised(nn.Module):
 
     # -------------------------------------------------------------------------- arguments
 
-    def _call(self, args: tuple, kwargs: Mapping[str, Any]) -> Arguments:
-        return take_apart(self.net, self.wrt, self.penalty, args, kwargs)
-
-    def _loss(self, loss: Any, args: tuple) -> tuple[Any, tuple, Any]:
+    def _loss(self, loss: Any, args: tuple) -> tuple[Loss | None, tuple, Any]:
         own = self.penalty.loss if isinstance(self.penalty, LossGradient) else None
         if loss is None:
             return own, args, None
+        made = make_loss(loss)
         if own is not None:
-            same = isinstance(loss, str) and type(make_loss(loss)) is type(own)
-            return (own if same else self._made(loss)), args, None
+            same = own.fingerprint() == made.fingerprint() is not None
+            return (own if same else made), args, None
         extras = self.penalty.extras
         if len(args) < extras + 2:
             raise InputError(
                 f"accumulate(loss={loss!r}) needs the loss's target among its arguments"
             )
         place = len(args) - extras - 1
-        return self._made(loss), args[:place] + args[place + 1 :], args[place]
+        return made, args[:place] + args[place + 1 :], args[place]
 
-    def _made(self, loss: Any) -> Loss:
-        """One object per loss: flat graphs are found by it."""
-        key = (loss if isinstance(loss, str) else likeness(loss), *numbers(loss))
-        found = self._losses.get(key)
-        if found is None:
-            found = make_loss(loss)
-            remember(self._losses, key, found)
-        elif isinstance(found, CallableLoss):
-            found.fn = loss  # type: ignore[assignment]  # the same code, perhaps other tensors
-        return found
-
-    # ------------------------------------------------------------------- graphs and plans
-
-    def _graph(self, call: Arguments, strict: bool | None = None) -> Graph | None:
-        seeded = isinstance(self.penalty, (Jacobian, SpectralNorm))
-        if seeded and strict is None and not call.x[0].shape[0]:  # no example, nothing to plan
-            return None
-        found = self._graphs(self.net, call)
-        if isinstance(found, Graph):
-            return found
-        if self.strict if strict is None else strict:
-            raise found
-        if not self._warned:
-            self._warned = True
-            warnings.warn(
-                f"{found}\n  Until then it runs on autograd.", CaptureWarning, stacklevel=3
-            )
-        return None
+    # ---------------------------------------------------------------------------- programs
 
     def _program(
-        self, graph: Graph, call: Arguments, gradients: bool, copies: bool = True
+        self, site: Site, gradients: bool, copies: bool = True, loss: Loss | None = None
     ) -> tuple[Any, dict[int, Tensor]]:
-        """The program for this graph and these wanted gradients, and the graph's state."""
-        state = read_state(self._owners(graph), graph, call.leaves, copies)
-        wanted = frozenset(v for v, t in state.items() if gradients and t.requires_grad)
-        asked = tuple(call.asked) if gradients else ()
-        penalised = tuple(graph.inputs[i] for i in call.penalised)
-        target = choose(graph, self.output)
-        how = (self.debug, self.compile_mode, self.flatten_after, self.recompute)
-        key = (id(graph), wanted, asked, penalised, target, self.penalty, how)
-        key += held_by(self.penalty)
-        program = self._programs.get(key)
-        self.penalty.check(graph.shape(target), call.x, *call.extra)
-        if program is None:
-            seeding = bool(asked) and any(call.asks(i) for i in self.penalty.in_seed)
-            plan = make_plan(
-                graph, penalised, target, wanted,  # type: ignore[arg-type]
-                varying_seed=self.penalty.varying or seeding, recompute=self.recompute,
-            )  # fmt: skip
-            program = self._make_program(plan, asked)
-            remember(self._programs, key, program)
-        return program, state
+        """The program for this graph and these wanted gradients, and the graph's state.
 
-    def _make_program(self, plan: Plan, asked: tuple[int, ...]) -> Any:
-        after = None if self.debug else self.flatten_after
-        replay = Replay(False if self.debug else self.compile_mode, after)
+        copies: of buffers that the network updates, so that the update does not reach what is kept
+        of them for a backward to come.
+        """
+        call, graph = site.call, site.graph
+        asked = tuple(call.asked) if gradients else ()
+        self.penalty.check(graph.shape(site.target), call.x, *call.extra)
+        seeding = bool(asked) and any(call.asks(i) for i in self.penalty.in_seed)
+        fingerprint = self.penalty.fingerprint()
+        ours = fingerprint is not None and (loss is None or loss.fingerprint() is not None)
+        key = (asked, self.penalty, fingerprint, ours, seeding)
+        varying = self.penalty.varying or seeding
+
+        def make(plan: Plan, key: tuple) -> Any:
+            return self._make_program(site, plan, asked, fingerprint is not None, ours, key)
+
+        return self._planned(site, gradients, copies, varying, key, make)
+
+    def _make_program(
+        self, site: Site, plan: Plan, asked: tuple[int, ...], penalty: bool, both: bool, key: tuple
+    ) -> Any:
+        """penalty, both: whether the penalty, and the loss too, run no code of the caller's."""
+        replay = self._replay(site)
         if isinstance(self.penalty, Jacobian):
+            replay = replay if penalty else Replay(False, None)
             return plan_jacobian(plan, self.penalty, self.debug, replay)
         if isinstance(self.penalty, SpectralNorm):
+            replay = replay if penalty else Replay(False, None)
             return SpectralProgram.build(plan, self.penalty, self.debug, replay, self._carried)
-        program = Program(plan, self.penalty, self.debug, asked=asked)
-        return program if self.debug else FlattenedProgram(program, replay)
+        if not both:
+            return CallersProgram(plan, self.penalty, self.debug, asked=asked, replay=replay)
 
-    def _owners(self, graph: Graph) -> list[Owner]:
-        """Every tensor of a module that the graph starts from, looked for once."""
-        _, found = self._found_owners.get(id(graph), (graph, None))
-        if found is None:
-            found = []
-            for name, value in {**graph.state, **graph.attributes}.items():
-                owner, _, leaf = name.rpartition(".")
-                module = self.net.get_submodule(owner)
-                found.append(Owner(module, leaf, value, name if name in graph.mutations else None))
-            # with the graph, so that no other one gets its number
-            remember(self._found_owners, id(graph), (graph, found))
-        return found
+        def make(at: Plan) -> Program:
+            return Program(at, self.penalty, self.debug, asked=asked)
 
-    def _write_buffers(
-        self, plan: Plan, prelude: Mapping[int, Tensor], swept: Mapping[str, Tensor]
-    ) -> None:
-        """Batch norm statistics and the like, once per call, after all sweeps succeeded."""
-        graph, buffers, values = plan.graph, [], []
-        for module, leaf, _, name in self._owners(graph):
-            if name is not None:
-                buffers.append(getattr(module, leaf))
-                values.append(swept[name] if name in swept else prelude[graph.mutations[name]])
-        places = {t.untyped_storage().data_ptr() for t in buffers}  # one may move into another
-        values = [t.clone() if t.untyped_storage().data_ptr() in places else t for t in values]
-        with torch.no_grad():
-            copy_all(buffers, values)
+        return self._swept(site, plan, make, key)
 
-    def _assemble(
-        self, plan: Plan, outputs: Sequence[Tensor], prelude: Mapping[int, Tensor]
-    ) -> Any:
-        swept = dict(zip(plan.outputs, outputs, strict=True))
-        flat = []
-        for item in plan.graph.outputs:
-            if isinstance(item, tuple):
-                flat.append(item[0])
-            else:
-                flat.append(swept[item] if item in swept else prelude[item])
-        return pytree.tree_unflatten(flat, plan.graph.out_spec)
+
+def program_of(model: Penalised, *args: Any, **kwargs: Any) -> tuple[Any, dict[int, Tensor]]:
+    """(the program of such a call, what it starts from); nothing of the network runs."""
+    return model._program(model._find(model._call(args, kwargs)), gradients=True)

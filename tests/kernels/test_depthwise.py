@@ -16,6 +16,7 @@ from doubleback.kernels.depthwise import Depthwise
 from doubleback.operators import Convolution
 from doubleback.plan.steps import _layouts
 from gpu import CUDA, DEVICE, needs_triton
+from support.plans import plan_of
 
 aten = torch.ops.aten
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")
@@ -290,8 +291,7 @@ def test_filters_are_laid_out_once_for_all_sweeps():
     """Depthwise filters taps-first, other filters and the image channels-last, on a GPU."""
     model = db.Penalised(Net(), db.LossGradient("cross_entropy"))
     x, y = torch.randn(3, 2, 8, 9), torch.randint(3, (3,))
-    call = model._call((x, y), {})
-    plan = model._program(model._graph(call, strict=True), call, gradients=True)[0].plan
+    plan = plan_of(model, x, y)
     assert plan.channels_last == plan.taps_first == frozenset()
     on_gpu = SimpleNamespace(shape=plan.graph.shape, values=())
     channels_last, taps_first = _layouts(on_gpu, plan.steps, plan.penalised, plan.leaves)

@@ -12,6 +12,7 @@ from doubleback.kernels import strided
 from doubleback.kernels.strided import Strided, pays
 from doubleback.operators import products
 from doubleback.plan.steps import _layouts
+from support.plans import plan_of
 
 aten = torch.ops.aten
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(
@@ -123,8 +124,7 @@ class Twice(nn.Module):
 def test_images_that_are_folded_keep_their_layout(again):
     model = db.Penalised(Twice(again), db.LossGradient("cross_entropy"))
     x, y = torch.randn(2, 3, 8, 8), torch.randint(4, (2,))
-    call = model._call((x, y), {})
-    plan = model._program(model._graph(call, strict=True), call, gradients=True)[0].plan
+    plan = plan_of(model, x, y)
     on_gpu = SimpleNamespace(shape=plan.graph.shape, values=())
     channels_last, _ = _layouts(on_gpu, plan.steps, plan.penalised, plan.leaves)
     shapes = {plan.graph.shape(v) for v in channels_last}

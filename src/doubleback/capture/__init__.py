@@ -1,0 +1,17 @@
+"""Module → graph. TorchDynamo captures; the graph it hands over is lifted to ATen operators."""
+
+from .arguments import Arguments, choose_output, only_one, plain, requires_grad, take_apart
+from .decompositions import stop_gradient
+from .dynamo import capture_of, find_graph
+
+__all__ = [
+    "Arguments",
+    "capture_of",
+    "choose_output",
+    "find_graph",
+    "only_one",
+    "plain",
+    "requires_grad",
+    "stop_gradient",
+    "take_apart",
+]

@@ -7,22 +7,10 @@ from typing import Any
 
 import torch
 import torch._decomp
-from torch import Tensor
+
+from ..rules import stop_gradient
 
 aten = torch.ops.aten
-
-_library = torch.library.Library("doubleback", "FRAGMENT")
-_library.define("stop_gradient(Tensor x) -> Tensor")
-_library.impl("stop_gradient", lambda x: x.clone(), "CompositeExplicitAutograd")
-stop_gradient = torch.ops.doubleback.stop_gradient.default
-
-
-def _stop_gradient_under_autograd(x: Tensor) -> Tensor:
-    with torch._C._AutoDispatchBelowAutograd():
-        return stop_gradient(x)
-
-
-_library.impl("stop_gradient", _stop_gradient_under_autograd, "Autograd")
 
 
 def decompositions() -> dict:
@@ -41,12 +29,6 @@ def decompositions() -> dict:
 
 
 RECURRENT = (aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input)
-CALLED = {  # composite operators that our decompositions call, and PyTorch's of activations
-    aten.matmul.default, aten.softmax.int, aten._safe_softmax.default, aten.dropout.default,
-    aten.repeat_interleave.self_int, aten.chunk.default, aten.batch_norm.default,
-    aten.instance_norm.default, aten.conv1d.default, aten.conv2d.default, aten.conv3d.default,
-    aten.var.dim, aten.where.Scalar, aten.where.ScalarOther, aten.where.ScalarSelf,
-}  # fmt: skip
 
 
 def _recurrent(whole):

@@ -57,7 +57,7 @@ class Phases(Program, ABC):
 
     replay: Replay = field(default_factory=lambda: Replay(False, None))
 
-    def _open(self, leaves: Mapping[int, Tensor]) -> tuple[list[Tensor], dict[str, Tensor], Swept]:
+    def _open(self, leaves: Mapping[int, Tensor]) -> tuple[list[Tensor], dict[int, Tensor], Swept]:
         plan = self.plan
 
         def run(nested: Mapping[int, Tensor]) -> Any:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
-from ..capture.exporting import capture
+from ..capture import find_graph
 from ..errors import InputError, OutputChoiceError
 from ..graph import Graph, Meta, Node, Ref, draws, map_refs
 from ..rules import Call, Rule, find_rule
@@ -100,23 +100,26 @@ def make_program(net: nn.Module, x: Tensor) -> Program:
     _refuse_coupled_layers(net)
     twin = copy.deepcopy(net).double().cpu()
     one = x[:1].detach().double().cpu()
-    graph = lower(capture(twin, (one,), {}))
-    state = {**dict(twin.named_parameters()), **dict(twin.named_buffers())}
-    leaves = {value: state[name].detach() for name, value in graph.state.items()}
+    found, inputs = find_graph(twin, None, (one,), {})
+    graph = lower(found)
+    given = [(t, v) for t, v in zip(inputs, graph.inputs, strict=True) if v is not None]
+    leaves = {value: tensor.detach() for tensor, value in given if tensor is not one}
     leaves |= {
         value: tensor.double() if tensor.is_floating_point() else tensor
         for value, tensor in graph.constants.items()
     }
     target = _single(graph)
-    source = graph.inputs[0]
-    assert source is not None
+    source = next((value for tensor, value in given if tensor is one), None)
+    if source is None:
+        raise InputError("the network does not read x")
     active = {source}
     for node in graph.nodes:
         if any(v in active for v in node.inputs):
             active.update(node.outputs)
     nodes = _needed(graph, target)
     _refuse_randomness(nodes)
-    names = {name: graph.state[name] for name, _ in twin.named_parameters() if name in graph.state}
+    state = {id(t): name for name, t in (*twin.named_parameters(), *twin.named_buffers())}
+    names = {state[id(t)]: value for t, value in given if id(t) in state}
     program = Program(
         graph, nodes, {n.index: find_rule(n.op) for n in nodes}, source, target, leaves, names,
         frozenset(active),
@@ -130,7 +133,7 @@ def refreshed(program: Program, net: nn.Module) -> Program:
     state = {**dict(net.named_parameters()), **dict(net.named_buffers())}
     fresh = {
         value: state[name].detach().to("cpu", program.leaves[value].dtype, copy=True)
-        for name, value in program.graph.state.items()
+        for name, value in program.names.items()
     }
     return replace(program, leaves={**program.leaves, **fresh})
 

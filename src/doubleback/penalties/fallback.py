@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from ..capture.calls import Arguments, follow, pick
+from ..capture import Arguments, choose_output
+from ..errors import refuse_unused
 from ..patch.mechanism import supported
 from .jacobian import SpectralNorm
 from .oracle import autograd_penalty
@@ -24,14 +25,11 @@ def on_autograd(model: Penalised, call: Arguments, patch: bool = True) -> tuple[
     """(result of the net, penalty); without `patch` all stock: the oracle."""
 
     def run(x: Sequence[Tensor]) -> Any:
-        leaves = list(call.leaves)
-        for i, t in zip(call.penalised, x, strict=True):
-            leaves[i] = t
-        args, kwargs = pytree.tree_unflatten(leaves, call.spec)
+        args, kwargs = call.with_x(x)
         return model.net(*args, **kwargs)
 
     def choose(result: Any) -> Tensor:
-        out = _chosen(model, result)
+        out = choose_output(result, model.output)
         model.penalty.check(out.shape, call.x, *call.extra)
         return out
 
@@ -42,7 +40,14 @@ def on_autograd(model: Penalised, call: Arguments, patch: bool = True) -> tuple[
         seeds = partial(model.penalty.oracle_seeds, carried=carried)
     patch = patch and supported(torch.__version__)
     return autograd_penalty(
-        run, choose, call.x, model.penalty, call.extra, patch=patch, seeds=seeds
+        run,
+        choose,
+        call.x,
+        model.penalty,
+        call.extra,
+        patch=patch,
+        seeds=seeds,
+        unused=None if model.allow_unused else partial(refuse_unused, model.wrt),
     )
 
 
@@ -52,7 +57,7 @@ def accumulate_on_autograd(
     """(result, loss, penalty), their gradients added to the parameters'."""
     with torch.enable_grad():
         result, penalty = on_autograd(model, call)
-        out = _chosen(model, result)
+        out = choose_output(result, model.output)
         value = torch.zeros((), device=out.device)
         if loss is not None:
             loss.check(out.shape, target)
@@ -61,13 +66,3 @@ def accumulate_on_autograd(
     found = (result, value, penalty)
     result, value, penalty = pytree.tree_map_only(Tensor, Tensor.detach, found)
     return result, value, penalty
-
-
-def _chosen(model: Penalised, result: Any) -> Tensor:
-    """The output that is penalised, be it in a record that PyTorch cannot take apart."""
-    found = None if model.output is None else follow(result, model.output)
-    if isinstance(found, Tensor):
-        return found
-    leaves, spec = pytree.tree_flatten(result)
-    numbers = [i if isinstance(t, Tensor) else (t,) for i, t in enumerate(leaves)]
-    return leaves[pick(numbers, spec, model.output)]

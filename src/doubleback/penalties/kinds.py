@@ -25,9 +25,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import InputError
 from ..graph import draws
+from ..run.callers import refuse_others
 from ..spaces import per_example
 from .fingerprint import fingerprint
-from .losses import Loss, make_loss, refuse_others
+from .losses import Loss, make_loss
 from .norms import SquaredNorm, as_norm
 
 REDUCTIONS = ("mean", "sum", "none")
@@ -128,6 +129,15 @@ class Penalty(ABC):
         where a caller's code runs, which is then to be called as it is every time."""
         return fingerprint(self)
 
+    def refuse_others(self, v: Tensor, out: Tensor, given: Sequence[Any]) -> None:
+        """Raise where v depends on a tensor that requires grad and is none of its arguments."""
+        own = [t for t in pytree.tree_leaves(tuple(given)) if isinstance(t, Tensor)]
+        refuse_others("v", v, out, *own)
+
+    def shares(self, loss: Any) -> bool:
+        """Whether v is the gradient of this very loss, so that it is computed once for both."""
+        return False
+
     def reduce(self, values: Tensor) -> Tensor:
         if self.reduction == "mean":
             return values.mean()
@@ -175,6 +185,9 @@ class LossGradient(Penalty):
 
     def seed(self, out: Tensor, *extra: Tensor) -> Tensor:
         return self.loss.gradient(out, extra[0])
+
+    def shares(self, loss: Any) -> bool:
+        return self.loss is loss
 
     def oracle_seed(self, out: Tensor, *extra: Tensor) -> Tensor:
         values = self.loss.values(out, extra[0])

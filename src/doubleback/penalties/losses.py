@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..capture.holder import behind
 from ..errors import InputError, LabelError
+from ..run.callers import refuse_others
 from ..spaces import Space, per_example
 from .fingerprint import fingerprint
 
@@ -204,19 +204,6 @@ class CallableLoss(Loss):
 
     def check(self, out_shape: Sequence[int], y: Any) -> None:
         return None
-
-
-def refuse_others(what: str, result: Tensor, *own: Tensor) -> None:
-    """Raise where a caller's function depends on a tensor besides its arguments that requires grad:
-    the sweeps, which know its arguments alone, would give it none."""
-    for node in behind([result]):
-        leaf = getattr(node, "variable", None)
-        if leaf is not None and not any(leaf is t for t in own):
-            raise InputError(
-                f"{what} depends on a tensor of shape {tuple(leaf.shape)} that requires grad and "
-                "is none of its arguments, so that it would receive no gradient; pass it in the "
-                "call (with the target, as a tuple), or detach it"
-            )
 
 
 def make_loss(

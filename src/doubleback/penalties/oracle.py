@@ -25,23 +25,25 @@ def autograd_penalty(
     extra: Sequence[Any],
     patch: bool = False,
     seeds: Callable[..., Sequence[Tensor]] | None = None,
+    unused: Callable[[Tensor], None] | None = None,
 ) -> tuple[Any, Tensor]:
     """(result of the network, penalty), both differentiable as autograd makes them.
 
     run(x) calls the network, choose(result) picks the penalised output. Attention runs on its
     unfused kernel, the only one with a second derivative in stock PyTorch. patch: use
     doubleback's second derivatives instead, fused attention's among them. seeds: in place of the
-    penalty's own `oracle_seeds`.
+    penalty's own `oracle_seeds`. unused: called with an input that the output does not depend on.
     """
     seeds = seeds or penalty.oracle_seeds
     graph = torch.is_grad_enabled()
     with torch.enable_grad(), patched() if patch else sdpa_kernel(SDPBackend.MATH):
-        leaves = [t if t.requires_grad else t.detach().requires_grad_() for t in x]
+        # tensors of their own: another argument may be the same one, or computed from it
+        leaves = [t.view_as(t) if t.requires_grad else t.detach().requires_grad_() for t in x]
         result = run(leaves)
         out = choose(result)
         total = None
         for v in seeds(out, leaves, *extra) if out.requires_grad else [None]:
-            value = penalty.value(pulled(out, leaves, v, graph), *extra)
+            value = penalty.value(pulled(out, leaves, v, graph, unused), *extra)
             total = value if total is None else total + value
         assert total is not None
         value = penalty.reduce(total)
@@ -50,11 +52,21 @@ def autograd_penalty(
     return result, value
 
 
-def pulled(out: Tensor, leaves: Sequence[Tensor], v: Tensor | None, graph: bool) -> list[Tensor]:
-    """J*v by autograd; zeros where the output does not depend on the input."""
+def pulled(
+    out: Tensor,
+    leaves: Sequence[Tensor],
+    v: Tensor | None,
+    graph: bool,
+    unused: Callable[[Tensor], None] | None = None,
+) -> list[Tensor]:
+    """J*v by autograd; zeros where the output does not depend on the input, unless that is
+    refused."""
     xi: Sequence[Tensor | None] = (None,) * len(leaves)
     if v is not None:
         xi = torch.autograd.grad(
             out, leaves, v, create_graph=graph, retain_graph=True, allow_unused=True
         )
+    for t, u in zip(leaves, xi, strict=True):
+        if u is None and unused is not None:
+            unused(t)
     return [torch.zeros_like(t) if u is None else u for t, u in zip(leaves, xi, strict=True)]

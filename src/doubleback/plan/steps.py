@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -66,8 +66,9 @@ class Plan:
     constants: tuple[int, ...]
     wanted: frozenset[int]
     outputs: tuple[int, ...]
-    mutations: Mapping[str, int]
+    mutations: Mapping[int, int]
     trained: frozenset[int]
+    reaching: frozenset[int]
     moving: frozenset[int]
     needs_head_tangent: bool
     kept: frozenset[int]
@@ -82,6 +83,19 @@ class Plan:
     def leaves(self) -> tuple[int, ...]:
         """Values the sweeps start from, besides the penalised ones."""
         return self.effective + self.constants
+
+    def at(self, graph: Graph) -> Plan:
+        """The same plan over the same program at other sizes."""
+        if graph is self.graph:
+            return self
+        nodes = graph.nodes
+        steps = tuple([replace(s, node=nodes[s.node.index]) for s in self.steps])
+        by_index = {s.node.index: s for s in steps}
+        renewals = {
+            i: replace(r, reader=by_index[r.reader.node.index]) for i, r in self.renewals.items()
+        }
+        prelude = tuple([nodes[n.index] for n in self.prelude])
+        return replace(self, graph=graph, steps=steps, renewals=renewals, prelude=prelude)
 
     def holds_xi(self, step: Step) -> bool:
         """Whether ξ at the node's output is held from the backward to the tangent sweep."""
@@ -155,7 +169,7 @@ def make_plan(
     kept = _kept(graph, steps)
     return Plan(
         graph, tuple(penalised), target, prelude, steps, effective, constants, wanted,
-        swept_out, mutations, frozenset(trained), frozenset(moving),
+        swept_out, mutations, frozenset(trained), frozenset(reaching), frozenset(moving),
         varying_seed and target in active, frozenset(kept),
         _drops([s.node.inputs + s.node.outputs for s in steps], keep=kept | pinned),
         _drops([s.node.inputs + s.node.outputs for s in steps], keep={target}),

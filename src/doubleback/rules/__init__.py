@@ -15,6 +15,7 @@ from . import (
     shape,
     softmax,
 )
+from .shape import stop_gradient
 from .structures import bilinear as bilinear_rule
 from .structures import coordinatewise, generic, linear
 from .table import (
@@ -61,6 +62,7 @@ __all__ = [
     "linear",
     "register",
     "registered",
+    "stop_gradient",
     "sum_to",
     "unregister",
     "zeros",

@@ -14,6 +14,19 @@ from .table import Call, Rule, Structure, Tensors, alone, light, overload, run, 
 
 aten = torch.ops.aten
 
+_library = torch.library.Library("doubleback", "FRAGMENT")
+_library.define("stop_gradient(Tensor x) -> Tensor")
+_library.impl("stop_gradient", lambda x: x.clone(), "CompositeExplicitAutograd")
+stop_gradient = torch.ops.doubleback.stop_gradient.default
+
+
+def _stop_gradient_under_autograd(x: Tensor) -> Tensor:
+    with torch._C._AutoDispatchBelowAutograd():
+        return stop_gradient(x)
+
+
+_library.impl("stop_gradient", _stop_gradient_under_autograd, "Autograd")
+
 
 def _reshape() -> Rule:
     """A view by another shape; a copy where the sweeps' layout does not allow a view."""
@@ -339,6 +352,4 @@ def rules() -> Iterator[tuple[Any, Rule]]:
             op = overload(name)
             if op is not None:
                 yield op, rule
-    from ..capture.exporting import stop_gradient
-
     yield stop_gradient, _stop()

@@ -15,14 +15,11 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from .. import sweeps
-from ..capture.calls import copies
-from ..capture.closures import tensors_of
 from ..errors import StaleGraphError, ThirdDerivativeError
 from ..kernels.depthwise import taps_first
-from ..penalties.kinds import LossGradient, Penalty
-from ..penalties.losses import Loss
 from ..plan.steps import Plan
 from ..rules import add
+from .state import copies
 
 
 class First(NamedTuple):
@@ -31,7 +28,7 @@ class First(NamedTuple):
 
     outputs: list[Tensor]
     values: Tensor
-    mutated: dict[str, Tensor]
+    mutated: dict[int, Tensor]
     state: Any
 
 
@@ -43,7 +40,7 @@ class Program:
     """
 
     plan: Plan
-    penalty: Penalty
+    penalty: Any
     debug: bool = False
     asked: tuple[int, ...] = field(default=(), kw_only=True)
 
@@ -96,10 +93,10 @@ class Program:
                 own = penalty.pull(self.asked, out, h, xi, grad_values, *extra)
             if plan.needs_head_tangent and h is not None and plan.target in plan.trained:
                 head = penalty.head(state.values[plan.target], h, *extra)
-                _join(gamma, plan.target, head)
+                join(gamma, plan.target, head)
         for v, grad in grad_outputs.items():
             if v in plan.trained:
-                _join(gamma, v, grad)
+                join(gamma, v, grad)
         gamma = sweeps.second(plan, state, gamma, keep=keep, watch=watch)
         swept = [
             self._usual(gamma[v]) if v in plan.trained and v in gamma else None
@@ -129,10 +126,10 @@ class Program:
         self,
         leaves: Mapping[int, Tensor],
         extra: Sequence[Any],
-        loss: Loss | None,
+        loss: Any,
         target: Any,
         weight: Tensor | None,
-    ) -> tuple[list[Tensor], Tensor, Tensor, list[Tensor | None], dict[str, Tensor]]:
+    ) -> tuple[list[Tensor], Tensor, Tensor, list[Tensor | None], dict[int, Tensor]]:
         """All four sweeps: (outputs, loss, penalty, gradients of loss + weight·penalty, buffers).
 
         Without a weight this is a plain training step: forward and second sweep alone.
@@ -148,12 +145,7 @@ class Program:
             assert state is not None
         out = state.values[plan.target]
         batch = leaves[plan.penalised[0]].shape[0]
-        grad_out, loss_value = None, torch.zeros((), device=out.device)
-        if loss is not None:
-            loss_value = loss.values(out, target).mean()
-            shared = isinstance(penalty, LossGradient) and penalty.loss is loss
-            gradient = penalty.seed(out, *extra) if shared else loss.gradient(out, target)
-            grad_out = gradient / batch
+        loss_value, grad_out = loss_gradient(penalty, loss, out, target, extra)
         grad_values = None
         penalty_value = torch.zeros((), device=out.device)
         if values is not None and weight is not None:
@@ -164,7 +156,18 @@ class Program:
         return outputs, loss_value, penalty_value, grads, mutated
 
 
-def _join(gamma: dict[int, Tensor], value: int, grad: Tensor | None) -> None:
+def loss_gradient(
+    penalty: Any, loss: Any, out: Tensor, target: Any, extra: Sequence[Any]
+) -> tuple[Tensor, Tensor | None]:
+    """(the mean of the losses, its gradient in the output)."""
+    if loss is None:
+        return torch.zeros((), device=out.device), None
+    losses = loss.values(out, target)
+    gradient = penalty.seed(out, *extra) if penalty.shares(loss) else loss.gradient(out, target)
+    return losses.mean(), gradient / losses.numel()
+
+
+def join(gamma: dict[int, Tensor], value: int, grad: Tensor | None) -> None:
     if grad is not None:
         gamma[value] = add(gamma.get(value), grad)  # type: ignore[assignment]
 
@@ -179,7 +182,7 @@ class Job:
     program: Any
     constants: Mapping[int, Tensor]
     extra: tuple
-    mutations: dict[str, Tensor] = field(default_factory=dict)
+    mutations: dict[int, Tensor] = field(default_factory=dict)
 
     def leaves(self, tensors: Sequence[Tensor]) -> dict[int, Tensor]:
         plan = self.program.plan  # behind what it names come the penalty's own tensors
@@ -187,13 +190,12 @@ class Job:
         return {**named, **self.constants}
 
     def read(self, outputs: Sequence[Tensor]) -> list[Tensor]:
-        """What the last two sweeps read of the constants, the penalty's arguments, the outputs
-        and what its functions hold, all of which callers can change in place."""
+        """What the last two sweeps read of the constants, the penalty's arguments and the outputs,
+        all of which callers can change in place."""
         plan = self.program.plan
         kept = plan.kept | {plan.target} if plan.needs_head_tangent else plan.kept
         found = [t for v, t in self.constants.items() if v in kept]
         found += [t for t in pytree.tree_leaves(self.extra) if isinstance(t, Tensor)]
-        found += tensors_of(self.program.penalty)
         return found + [t for v, t in zip(plan.outputs, outputs, strict=True) if v in kept]
 
 
@@ -231,7 +233,7 @@ class Bridge(torch.autograd.Function):
             ctx.versions = None
         program: Program = ctx.job.program
         *outputs, penalty = grads
-        with torch.no_grad(), _no_autocast():
+        with torch.no_grad(), no_autocast():
             weights = None if penalty is None else program.penalty.unreduce(penalty, ctx.batch)
             seeds = dict(zip(program.plan.outputs, outputs, strict=True))
             found = program.last(ctx.state, ctx.job.extra, seeds, weights, keep=keep)
@@ -281,7 +283,7 @@ def _keeps_graph() -> bool:
     return torch._C._autograd._get_current_graph_task_keep_graph()  # type: ignore[attr-defined]
 
 
-def _no_autocast() -> AbstractContextManager:
+def no_autocast() -> AbstractContextManager:
     """The graph holds its casts explicitly; nothing is to be cast again."""
     for device in ("cuda", "cpu"):
         if torch.is_autocast_enabled(device):

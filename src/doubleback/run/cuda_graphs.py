@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from ..capture.calls import copies
 from ..counting import Operations, recording, replayed
+from .state import copies
 
 WARM_UP = 3  # calls before capture: kernels are chosen, sweeps are flattened
 

@@ -18,17 +18,14 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from .. import sweeps
-from ..capture import closures
-from ..capture.calls import kind, remember
 from ..counting import Operations, recording, replayed
 from ..errors import RuleError
 from ..kernels import mode
-from ..penalties.kinds import Penalty
-from ..penalties.losses import Loss
 from ..plan.steps import Plan
 from . import inductor, nested
 from . import straight_line as flat_graph
 from .bridge import First, Program
+from .state import kind, remember
 
 # ------------------------------------------------------------------------------- graphs
 
@@ -39,12 +36,12 @@ class Flat:
     at its last use; it returns the tensors among the leaves of `fn`'s nested result.
 
     leaves: that result flattened: for a tensor the number of its place, for a tensor that is an
-    input unchanged an `_Input`, for anything else the constant itself in a 1-tuple.
+    input unchanged an `Input`, for anything else the constant itself in a 1-tuple.
     """
 
     run: Callable[[list[Tensor]], Sequence[Tensor]]
     spec: nested.Structure
-    leaves: Sequence[int | _Input | tuple]
+    leaves: Sequence[int | Input | tuple]
     operations: Operations
 
     def __call__(self, tensors: list[Tensor]) -> Any:
@@ -59,7 +56,7 @@ class Flat:
 
 
 @dataclass(frozen=True)
-class _Input:
+class Input:
     """Stands for the graph's input number `number` in a result."""
 
     number: int
@@ -70,12 +67,10 @@ def flatten(
     tensors: Sequence[Tensor],
     compiler: bool | str,
     pass_inputs: bool = False,
-    held: Sequence[Tensor] = (),
 ) -> Flat:
     """Trace `fn(tensors)`, which returns nested tensors and constants, and compile the trace.
 
     pass_inputs: an input that is returned unchanged does not travel through the graph.
-    held: tensors that `fn` reads where they lie, for which the last of `tensors` stand in.
     """
     found: dict[str, Any] = {}
 
@@ -89,17 +84,17 @@ def flatten(
             if not isinstance(leaf, Tensor):
                 places.append((leaf,))
             elif id(leaf) in number:
-                places.append(_Input(number[id(leaf)]))
+                places.append(Input(number[id(leaf)]))
             else:
                 places.append(len(results))
                 results.append(leaf)
         return results
 
     context = mode.for_compiler() if compiler else nullcontext()
-    with recording() as operations, torch.no_grad(), context, closures.unchanged(held):
-        trace = make_fx(flat, tracing_mode="fake", _allow_non_fake_inputs=bool(held))
+    with recording() as operations, torch.no_grad(), context:
+        # class weights and the like become constants of the graph, whose key knows them
+        trace = make_fx(flat, tracing_mode="fake", _allow_non_fake_inputs=True)
         graph = trace(*tensors)
-    flat_graph.take_in(graph, held)
     flat_graph.clean(graph, for_compiler=bool(compiler))
     run = inductor.compiled(graph, compiler) if compiler else flat_graph.boxed(graph)
     return Flat(run, found["spec"], found["leaves"], operations)
@@ -151,7 +146,6 @@ class Replay:
         fn: Callable[[Sequence[Tensor]], Any],
         tensors: list[Tensor],
         pass_inputs: bool = False,
-        held: Sequence[Tensor] = (),
     ) -> Flat | None:
         """The flat graph for `key`; None where this network's sweeps cannot be flattened (an
         operator that needs real numbers), which a compiler's user is told and others need not
@@ -159,7 +153,7 @@ class Replay:
         flat = self._flat.get(key)
         if flat is None:
             try:
-                flat = flatten(fn, tensors, self.compiler, pass_inputs, held)
+                flat = flatten(fn, tensors, self.compiler, pass_inputs)
                 remember(self._flat, key, flat)
             except torch.OutOfMemoryError:
                 raise
@@ -179,7 +173,7 @@ class Replay:
         emptied, so that their tensors are freed at their last use."""
         if not self.ready:
             return fn(item)
-        pack = _Pack(item)
+        pack = Pack(item)
         given = (key, pack.key)
         flat = self.get(given, lambda tensors: fn(pack.rebuild(tensors)), pack.tensors)
         if flat is None:
@@ -201,36 +195,31 @@ class FlattenedProgram:
         return self.program.plan
 
     @property
-    def penalty(self) -> Penalty:
+    def penalty(self) -> Any:
         return self.program.penalty
-
-    def held(self, loss: Loss | None = None) -> list[Tensor]:
-        """Tensors that functions of the caller's hold: flat graphs take them as inputs."""
-        return closures.tensors_of(self.penalty, loss)
 
     def first(self, leaves: Mapping[int, Tensor], extra: Sequence[Any], keep: bool = True) -> First:
         if not self.replay.tick():
             return self.program.first(leaves, extra, keep)
-        held = self.held()
-        plan, pack = self.plan, _Pack((dict(leaves), tuple(extra), tuple(held)))
+        plan, pack = self.plan, Pack((dict(leaves), tuple(extra)))
 
         def run(given: Sequence[Tensor]) -> Any:
-            values, more, _ = pack.rebuild(given)
+            values, more = pack.rebuild(given)
             outputs, values, mutated, state = self.program.first(values, more, keep)
             kept = (state.values, state.saved, state.xi, state.q0) if keep else ()
             # clones: what the caller receives is not to alias an input or what is kept
-            outputs = [_fresh(t, given) for t in outputs]
-            return (outputs, values, [_fresh(mutated[n], given) for n in plan.mutations]), kept
+            outputs = [fresh(t, given) for t in outputs]
+            return (outputs, values, [fresh(mutated[n], given) for n in plan.mutations]), kept
 
-        key = ("first", keep, pack.key, closures.sameness(held))
-        flat = self.replay.get(key, run, pack.tensors, pass_inputs=True, held=held)
+        key = ("first", keep, pack.key)
+        flat = self.replay.get(key, run, pack.tensors, pass_inputs=True)
         if flat is None:
             return self.program.first(leaves, extra, keep)
         given = pack.tensors
         results = flat.launch(list(given))
         head = len(plan.outputs) + 1 + len(plan.mutations)
         tensors = [
-            given[x.number] if isinstance(x, _Input) else results[x]
+            given[x.number] if isinstance(x, Input) else results[x]
             for x in flat.leaves
             if not isinstance(x, tuple)
         ]
@@ -248,17 +237,16 @@ class FlattenedProgram:
     ) -> list[Tensor | None]:
         if not isinstance(state, FlatState):
             return self.program.last(state, extra, grad_outputs, grad_values, keep)
-        held = self.held()
-        pack = _Pack((tuple(extra), dict(grad_outputs), grad_values))
-        here, there = len(pack.tensors), len(pack.tensors) + len(state.tensors)
+        pack = Pack((tuple(extra), dict(grad_outputs), grad_values))
+        here = len(pack.tensors)
 
         def run(given: Sequence[Tensor]) -> Any:
             more, seeds, weights = pack.rebuild(given[:here])
-            return self.program.last(state.rebuild(given[here:there]), more, seeds, weights)
+            return self.program.last(state.rebuild(given[here:]), more, seeds, weights)
 
-        tensors = pack.tensors + state.tensors + held
-        key = ("last", state.key, pack.key, closures.sameness(held), *map(kind, held))
-        flat = self.replay.get(key, run, tensors, held=held)
+        tensors = pack.tensors + state.tensors
+        key = ("last", state.key, pack.key)
+        flat = self.replay.get(key, run, tensors)
         if flat is None:
             whole = state.rebuild(state.tensors)
             return self.program.last(whole, extra, grad_outputs, grad_values, keep)
@@ -270,35 +258,31 @@ class FlattenedProgram:
         self,
         leaves: Mapping[int, Tensor],
         extra: Sequence[Any],
-        loss: Loss | None,
+        loss: Any,
         target: Any,
         weight: Tensor | None,
-        stand_ins: Sequence[Tensor] | None = None,
-    ) -> tuple[list[Tensor], Tensor, Tensor, list[Tensor | None], dict[str, Tensor]]:
-        """stand_ins: what to read in the place of `held(loss)`, where that lies elsewhere."""
+    ) -> tuple[list[Tensor], Tensor, Tensor, list[Tensor | None], dict[int, Tensor]]:
         if not self.replay.tick():
             return self.program.step(leaves, extra, loss, target, weight)
-        held = self.held(loss)
-        given = held if stand_ins is None else stand_ins
-        pack = _Pack((dict(leaves), tuple(extra), target, weight, tuple(given)))
+        pack = Pack((dict(leaves), tuple(extra), target, weight))
 
         def run(given: Sequence[Tensor]) -> Any:
-            values, more, y, by, _ = pack.rebuild(given)
+            values, more, y, by = pack.rebuild(given)
             return self.program.step(values, more, loss, y, by)
 
-        key = ("step", loss, pack.key, closures.sameness(held))
-        flat = self.replay.get(key, run, pack.tensors, held=held)
+        key = ("step", None if loss is None else loss.fingerprint(), pack.key)
+        flat = self.replay.get(key, run, pack.tensors)
         if flat is None:
             return self.program.step(leaves, extra, loss, target, weight)
         return flat(pack.tensors)
 
 
-def _fresh(result: Tensor, given: Sequence[Tensor]) -> Tensor:
+def fresh(result: Tensor, given: Sequence[Tensor]) -> Tensor:
     """An output that is an input unchanged, as a copy."""
     return result.clone() if any(result is t for t in given) else result
 
 
-class _Pack:
+class Pack:
     """Nested arguments as a list of tensors, a key, and the way back."""
 
     def __init__(self, item: Any) -> None:
@@ -306,6 +290,7 @@ class _Pack:
         self.structure = nested.take(item, self.leaves)
         self.places = [i for i, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor)]
         self.tensors = [self.leaves[i] for i in self.places]
+        self.others = [kind(x) for x in self.leaves if x is not None and not isinstance(x, Tensor)]
         for i in self.places:  # the list alone holds them, so that they can be freed
             self.leaves[i] = None
 
@@ -313,8 +298,8 @@ class _Pack:
     def key(self) -> Any:
         """Which values are there, under which names, how they are laid out, and what is no tensor,
         which becomes part of the graph."""
-        others = tuple([kind(leaf) for leaf in self.leaves if leaf is not None])
-        return self.structure, tuple(self.places), tuple([kind(t) for t in self.tensors]), others
+        kinds = tuple([kind(t) for t in self.tensors])
+        return self.structure, tuple(self.places), kinds, tuple(self.others)
 
     def rebuild(self, tensors: Sequence[Tensor]) -> Any:
         filled = list(self.leaves)

@@ -127,6 +127,18 @@ def _by_inductor(graph: torch.fx.GraphModule, tensors: list[Tensor]) -> Callable
         return compile_fx(GmWrapper(graph, list), given)  # type: ignore[return-value, arg-type]
 
 
+def compiled_open(
+    graph: torch.fx.GraphModule, fakes: FakeTensorMode, given: Sequence[Any]
+) -> Callable:
+    """The graph, traced with open sizes on these stand-ins, by Inductor."""
+    from torch._dynamo.utils import GmWrapper
+    from torch._inductor.compile_fx import compile_fx
+
+    hold(graph)
+    with tracing(TracingContext(fakes)), heuristics():
+        return compile_fx(GmWrapper(graph, list), list(given))  # type: ignore[return-value, arg-type]
+
+
 @contextmanager
 def heuristics() -> Iterator[None]:
     """A context in which Inductor knows the mark, leaves things in their order, and fuses only

@@ -23,27 +23,6 @@ _PURE_VIEWS = {
 }  # fmt: skip
 
 
-def take_in(module: torch.fx.GraphModule, held: Sequence[Tensor]) -> None:
-    """Read the last inputs in the place of the tensors `held` that the trace came upon."""
-    if not held:
-        return
-    graph = module.graph
-    inputs = [node for node in graph.nodes if node.op == "placeholder"][-len(held) :]
-    for node in [node for node in graph.nodes if node.op == "get_attr"]:
-        value = getattr(module, str(node.target))
-        if all(user.target is aten.lift_fresh_copy.default for user in node.users):
-            continue  # made while tracing
-        found = [given for t, given in zip(held, inputs, strict=True) if t is value]
-        if not found:
-            raise RuntimeError(
-                f"a function of yours reads a tensor of shape {tuple(value.shape)} from where it "
-                "is not looked for (captured variables, attributes, globals, modules)"
-            )
-        node.replace_all_uses_with(found[0])
-        graph.erase_node(node)
-    module.recompile()
-
-
 def clean(module: torch.fx.GraphModule, for_compiler: bool = False) -> None:
     """Leave out what does nothing: views of the same shape, views of views, the same view twice;
     one call for a product that is added to a gradient. Each call costs the host as much as a
@@ -77,7 +56,15 @@ def _skip_views_between(node: torch.fx.Node) -> None:
     source = node.args[0]
     while isinstance(source, torch.fx.Node) and source.target in _RESHAPES:
         source = source.args[0]
-    node.args = (source, list(node.meta["val"].shape))
+    sizes = list(node.meta["val"].shape)
+    closed = all(type(n) is int for n in sizes)  # an open size is the node that computes it
+    node.args = (source, sizes if closed else node.args[1])
+
+
+def _alike(left: Sequence[Any], right: Sequence[Any]) -> bool:
+    """Whether sizes are the same, open ones by their expressions."""
+    left, right = ([n if type(n) is int else n.node.expr for n in sizes] for sizes in (left, right))
+    return left == right
 
 
 def _same_as_input(node: torch.fx.Node) -> torch.fx.Node | None:
@@ -88,7 +75,7 @@ def _same_as_input(node: torch.fx.Node) -> torch.fx.Node | None:
     before, after = source.meta.get("val"), node.meta.get("val")  # type: ignore[union-attr]
     if not isinstance(before, Tensor) or not isinstance(after, Tensor):
         return None
-    same = before.shape == after.shape and before.stride() == after.stride()
+    same = _alike(before.shape, after.shape) and _alike(before.stride(), after.stride())
     return source if same else None  # type: ignore[return-value]
 
 
@@ -118,7 +105,7 @@ def _join_product(graph: torch.fx.Graph, node: torch.fx.Node, for_compiler: bool
             and product.target is aten.mm.default
             and len(product.users) == 1
             and _near(product, node)
-            and base.meta["val"].shape == product.meta["val"].shape
+            and _alike(base.meta["val"].shape, product.meta["val"].shape)
             and base.meta["val"].dtype == product.meta["val"].dtype
         )
         if fits:
@@ -209,8 +196,8 @@ def _widen(graph: torch.fx.Graph, node: torch.fx.Node) -> bool:
         isinstance(whole, Tensor)
         and whole.dim() > 2
         and whole.is_contiguous()
-        and whole.shape[-1] == rows.meta["val"].shape[-1]
-        and wanted == (*whole.shape[:-1], found[-1])
+        and _alike(whole.shape[-1:], rows.meta["val"].shape[-1:])
+        and _alike(wanted, (*whole.shape[:-1], found[-1]))
     )
     if fits:
         node.args = (rows.args[0], *node.args[1:])

@@ -1,0 +1,297 @@
+"""One call of a penalised module, taken apart: which arguments are the network's and which the
+penalty's, and which tensors among them are differentiated."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._C._functorch import peek_interpreter_stack  # pyright: ignore
+from torch.nn.parameter import is_lazy
+from torch.utils import _pytree as pytree
+
+from ..errors import InputError, OutputChoiceError
+
+Path = int | str | tuple
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """One call: the flattened arguments of the network and the penalty's own.
+
+    penalised: places among `leaves` of the tensors that the penalty differentiates by.
+    """
+
+    extra: tuple
+    leaves: tuple
+    spec: Any
+    penalised: tuple[int, ...]
+
+    @property
+    def x(self) -> list[Tensor]:
+        return [self.leaves[i] for i in self.penalised]
+
+    @property
+    def constants(self) -> tuple:
+        """The penalty's own arguments, detached, as the sweeps read them."""
+        if all(isinstance(t, Tensor) for t in self.extra):
+            return tuple(t.detach() for t in self.extra)
+        return pytree.tree_map_only(Tensor, lambda t: t.detach(), self.extra)
+
+    @cached_property
+    def asked(self) -> dict[int, Tensor]:
+        """Those of the penalty's own tensors that ask for a gradient, by flattened place."""
+        leaves = enumerate(pytree.tree_leaves(self.extra)) if self.extra else ()
+        return {i: t for i, t in leaves if requires_grad(t)}
+
+    @cached_property
+    def aliases(self) -> list[Tensor]:
+        """The penalised tensors as the network is to see them, tensors of their own: one which
+        stands in two places, or another that was computed from it, stays another tensor."""
+        return [(t.clone() if t.is_inference() else t).detach().requires_grad_() for t in self.x]
+
+    def with_own(self, result: Any) -> Any:
+        """A network's result with the caller's own tensors in the places of the aliases, which it
+        may have returned as they are."""
+        if isinstance(result, Tensor):
+            found = [t for t, alias in zip(self.x, self.aliases, strict=True) if result is alias]
+            return found[0] if found else result
+        if type(result) in (tuple, list):
+            return type(result)(self.with_own(part) for part in result)
+        if type(result) is dict:
+            return {key: self.with_own(part) for key, part in result.items()}
+        return result
+
+    def asks(self, position: int) -> bool:
+        """Whether the penalty's argument at `position` asks for a gradient."""
+        return requires_grad(self.extra[position])
+
+    def with_x(self, x: Sequence[Tensor]) -> tuple[tuple, dict[str, Any]]:
+        """The network's arguments, with `x` in the places of the penalised tensors."""
+        leaves = list(self.leaves)
+        for i, t in zip(self.penalised, x, strict=True):
+            leaves[i] = t
+        return pytree.tree_unflatten(leaves, self.spec)
+
+
+def requires_grad(nested: Any) -> bool:
+    """Whether any tensor in nested arguments requires grad."""
+    if isinstance(nested, Tensor):
+        return nested.requires_grad
+    return any(isinstance(t, Tensor) and t.requires_grad for t in pytree.tree_leaves(nested))
+
+
+def take_apart(
+    net: nn.Module, wrt: Any, extras: int, args: tuple, kwargs: Mapping[str, Any]
+) -> Arguments:
+    """Split a call, whose last `extras` positional arguments are not the network's; an
+    `InputError` where it does not fit `wrt`."""
+    if peek_interpreter_stack() is not None:
+        raise InputError(
+            "torch.func (grad, vmap, jvp, …) cannot transform a penalised model; call it outside "
+            "and use backward() or torch.autograd.grad, or write the penalty with torch.func itself"
+        )
+    if len(args) < extras:
+        raise InputError(
+            f"the penalty takes the last {extras} positional argument(s) (labels, targets); the "
+            f"call has {len(args)}. For the network's output alone, call model.net(…)"
+        )
+    split = len(args) - extras
+    own, extra = args[:split], args[split:]
+    if not kwargs and all(isinstance(t, Tensor) for t in own):
+        leaves: Sequence[Any] = own
+        spec = _spec(len(own))
+    else:
+        leaves, spec = pytree.tree_flatten((own, dict(kwargs)))
+    penalised = _Places(net, extras, own, kwargs, leaves, spec).of(wrt)
+    _check_devices(net, [leaves[i] for i in penalised])
+    return Arguments(extra, tuple(leaves), spec, penalised)
+
+
+@lru_cache
+def _spec(count: int) -> Any:
+    """The structure of a call with `count` tensors by position and nothing else."""
+    return pytree.tree_flatten(((None,) * count, {}))[1]
+
+
+@dataclass(frozen=True)
+class _Places:
+    """Where `wrt` points: into which of the flattened arguments."""
+
+    net: nn.Module
+    extras: int
+    own: tuple
+    kwargs: Mapping[str, Any]
+    leaves: Sequence[Any]
+    spec: Any
+
+    def of(self, wrt: Any) -> tuple[int, ...]:
+        found = [place for path in self._paths(wrt) for place in self._one(path)]
+        if not found:
+            raise InputError(f"wrt={wrt!r} holds no tensor")
+        for i in found:
+            _can_be_penalised(self.leaves[i])
+        return tuple(found)
+
+    def _paths(self, wrt: Any) -> Sequence[Path]:
+        """A list holds several; a tuple too if each of its items names an argument, otherwise it is
+        one path into an argument."""
+        if isinstance(wrt, list):
+            return wrt
+        if not isinstance(wrt, tuple):
+            return (wrt,)
+        several = all(isinstance(item, tuple) or self._names(item) for item in wrt)
+        return wrt if several else (wrt,)
+
+    def _names(self, key: Any) -> bool:
+        return (
+            key in self.kwargs
+            or key in self._parameters
+            or (isinstance(key, int) and key < len(self.own))
+        )
+
+    @cached_property
+    def _parameters(self) -> list[str]:
+        return list(inspect.signature(self.net.forward).parameters)
+
+    def _one(self, path: Path) -> list[int]:
+        keys = path if isinstance(path, tuple) else (path,)
+        if keys == (0,) and self.leaves is self.own and self.own:  # by far the most frequent
+            return [0]
+        numbered = pytree.tree_unflatten(list(range(len(self.leaves))), self.spec)
+        found = self._argument(keys[0], *numbered)
+        for position, key in enumerate(keys[1:], start=1):
+            found = _inside(found, key, path, keys[:position])
+        places = pytree.tree_leaves(found)
+        return [i for i in places if isinstance(i, int) and isinstance(self.leaves[i], Tensor)]
+
+    def _argument(self, key: Any, own: tuple, kwargs: Mapping[str, Any]) -> Any:
+        """An argument of the network by position, by keyword or by its parameter's name."""
+        if isinstance(key, int) and key < 0:
+            raise InputError("wrt counts arguments from 0")
+        names = self._parameters
+        if isinstance(key, str) and key not in kwargs and key in names:
+            key = names.index(key)
+        if isinstance(key, int) and key < len(own):
+            return own[key]
+        if key in kwargs:
+            return kwargs[str(key)]
+        here = [*names[: len(own)], *kwargs]
+        raise InputError(
+            f"wrt={key!r} names no argument of this call; it has {here or 'none'}"
+            f"{_nearest(key, [*names, *kwargs])}"
+            + (f" (the last {self.extras} positional ones are the penalty's)" * bool(self.extras))
+        )
+
+
+def _inside(tree: Any, key: Any, path: Any, before: Sequence[Any]) -> Any:
+    """What lies under a key, an index or a field's name."""
+    if isinstance(key, str) and not isinstance(tree, Mapping):
+        if hasattr(tree, key):
+            return getattr(tree, key)
+    else:
+        try:
+            return tree[key]
+        except (KeyError, IndexError, TypeError):
+            pass
+    names = list(tree) if isinstance(tree, Mapping) else [n for n in dir(tree) if n[0] != "_"]
+    raise InputError(
+        f"wrt={path!r}: there is no {key!r} in {type(tree).__name__} {list(before)!r}"
+        f"{_nearest(key, names)}"
+    )
+
+
+def _nearest(key: Any, names: Sequence[Any]) -> str:
+    close = difflib.get_close_matches(str(key), [str(n) for n in names], n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def _can_be_penalised(leaf: Tensor) -> None:
+    if not leaf.is_floating_point():
+        raise InputError(
+            f"the penalised input must be floating point, not {leaf.dtype} of shape "
+            f"{tuple(leaf.shape)}; choose another argument with wrt="
+        )
+    if leaf.dim() == 0:
+        raise InputError("the penalised input needs a batch axis; it is a scalar")
+
+
+def _check_devices(net: nn.Module, x: Sequence[Tensor]) -> None:
+    state = next(net.parameters(), None)
+    if state is None:
+        state = next(net.buffers(), None)
+    if state is not None and is_lazy(state):
+        raise InputError("a lazy module of the network has no shapes yet; call net(x) once before")
+    for t in x:
+        if state is not None and t.device != state.device:
+            raise InputError(
+                f"x is on {t.device} and the network on {state.device}; move one of them"
+            )
+
+
+# ------------------------------------------------------------------------------- outputs
+
+
+def tensors_in(result: Any, choice: Any) -> list[Tensor]:
+    """The tensor that `choice` names in a network's result; without a choice all that are there.
+    TorchDynamo runs through this too, so it is plain Python."""
+    if choice is None:
+        found: list[Tensor] = []
+        _collect(result, found)
+        return found
+    keys = choice if isinstance(choice, tuple) else (choice,)
+    for key in keys:
+        if isinstance(key, str) and not isinstance(result, Mapping):
+            result = getattr(result, key)
+        else:
+            result = result[key]
+    return [result]
+
+
+def _collect(item: Any, found: list[Tensor]) -> None:
+    if isinstance(item, Tensor):
+        found.append(item)
+    elif isinstance(item, Mapping):
+        for part in item.values():
+            _collect(part, found)
+    elif isinstance(item, (tuple, list)):
+        for part in item:
+            _collect(part, found)
+    elif hasattr(item, "__dataclass_fields__"):
+        for name in item.__dataclass_fields__:
+            _collect(getattr(item, name), found)
+
+
+def choose_output(result: Any, choice: Any) -> Tensor:
+    """The one penalised tensor of a network's result."""
+    try:
+        found = tensors_in(result, choice)
+    except (KeyError, IndexError, TypeError, AttributeError) as error:
+        raise OutputChoiceError(f"output={choice!r} does not exist: {error!r}") from error
+    only_one(found, choice)
+    return found[0]
+
+
+def only_one(found: Sequence[Any], choice: Any) -> None:
+    """Raise unless exactly one tensor was found."""
+    if choice is None and len(found) != 1:
+        raise OutputChoiceError(
+            f"the network returns {len(found)} tensors; choose the penalised one with output= "
+            "(an index, a key, or a path such as ('head', 0))"
+        )
+    if len(found) != 1 or not isinstance(found[0], (Tensor, int)):
+        raise OutputChoiceError(f"output={choice!r} is not one tensor of the network's result")
+
+
+def plain(t: Tensor) -> bool:
+    """An ordinary strided tensor, as opposed to a sparse, quantised or distributed one."""
+    return type(t) in _KINDS and t.layout is torch.strided and not t.is_quantized
+
+
+_KINDS = (Tensor, nn.Parameter, nn.Buffer)

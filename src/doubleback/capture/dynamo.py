@@ -1,0 +1,238 @@
+"""The network as TorchDynamo captures it.
+
+Dynamo reads the forward pass's Python, hands its tensor operations over as a graph, and writes code
+that checks whether all that it read is still so (attributes, globals, hooks, sizes, modes), calls
+the graph, and then does to Python what the forward pass does (attributes it sets, lists it appends
+to, counters). What is run in the place of that graph is the caller's choice: here the sweeps.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from types import FunctionType
+from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from ..errors import CaptureError, CaptureWarning
+from ..graph import Graph
+from .arguments import plain, tensors_in
+from .lifting import lift
+from .reasons import reason
+from .surroundings import Surroundings
+
+Run = Callable[[Graph, Sequence[Any]], Sequence[Any]]
+
+MANY = 8  # captures of one network, after which it is said what they cost
+MOST = 64  # captures of one network, after which it runs on autograd where none fits
+PATIENCE = 50  # how many times as long as a failed capture took to wait before the next
+
+
+def _call(net: nn.Module, output: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """What Dynamo captures: the network, and marks at those results that a penalty may be about."""
+    result = net(*args, **kwargs)
+    return [torch.ops.doubleback.mark(t) for t in tensors_in(result, output)], result
+
+
+class Capture:
+    """One network's graphs. `capture(net, run, args, kwargs)` is `net(*args, **kwargs)`, with
+    `run(graph, inputs)` in the place of all its operations: it is given the graph that fits this
+    call and the tensors that the graph starts from, and returns the graph's outputs.
+
+    Raises `CaptureError` where the network cannot be captured as one graph; nothing was changed or
+    run then. A network that could not be is tried again when the calls since have taken `PATIENCE`
+    times as long as the attempt, which bounds what the attempts cost.
+    """
+
+    def __init__(self, output: Any) -> None:
+        self.output = output
+        self.graphs = 0
+        self.refusal: CaptureError | None = None
+        self._again = 0.0
+        self._surroundings: Surroundings | None = None
+        self._compiled: dict[Any, Callable] = {}
+        self._changes: list[str] = []
+
+    def __call__(self, net: nn.Module, run: Run, args: tuple, kwargs: dict[str, Any]) -> Any:
+        if self.refusal is not None and time.monotonic() < self._again:
+            raise self.refusal
+        box = _Box(run)
+        start = time.monotonic()
+        try:
+            with torch._dynamo.config.patch(_SETTINGS):
+                result = self._enter(net, box, args, kwargs)
+        except Exception as error:
+            if error is box.error:
+                raise
+            self.refusal = reason(net, error)
+            now = time.monotonic()
+            self._again = now + PATIENCE * (now - start)
+            raise self.refusal from error
+        self.refusal = None
+        return result
+
+    def _enter(self, net: nn.Module, box: _Box, args: tuple, kwargs: dict[str, Any]) -> Any:
+        _Quiet.install()
+        boxes = _boxes()
+        boxes.append(box)
+        try:
+            return self._function(net)(net, self.output, args, kwargs)[1]
+        finally:
+            boxes.pop()
+
+    def _function(self, net: nn.Module) -> Callable:
+        """`_call` with a code object and a name of its own: by the one Dynamo keeps its graphs, by
+        the other it remembers which sizes have changed."""
+        if self._surroundings is None:
+            self._surroundings = Surroundings(net)
+        key = self._surroundings.key()
+        found = self._compiled.get(key)
+        if found is None:
+            self._surroundings = Surroundings(net)
+            code = _call.__code__.replace(co_name=f"call_network_{next(_count)}")
+            own = FunctionType(code, _call.__globals__)
+            optimise = torch._dynamo.optimize(
+                self._receive, nopython=True, guard_fail_fn=self._changed
+            )
+            found = optimise(own)
+            assert found is not None
+            if len(self._compiled) >= MANY:
+                self._compiled.pop(next(iter(self._compiled)))
+            self._compiled[self._surroundings.key()] = found
+        return found
+
+    def _receive(self, module: torch.fx.GraphModule, given: Sequence[Any]) -> Callable:
+        """Dynamo's backend: the graph is lifted, and run by whoever calls."""
+        strange = [t for t in given if isinstance(t, torch.Tensor) and not plain(t)]
+        if strange:
+            raise CaptureError(
+                f"it holds a {type(strange[0]).__name__} of layout {strange[0].layout} "
+                "(distributed, sparse or quantised), which the sweeps do not know"
+            )
+        graph = lift(module, given)
+        self.graphs += 1
+        if self.graphs == MANY:
+            self._warn()
+
+        def call(*inputs: Any) -> Sequence[Any]:
+            return _boxes()[-1](graph, inputs)
+
+        return torch._dynamo.disable(call)
+
+    def _changed(self, failure: Any) -> None:
+        text = str(failure.reason).splitlines()[0]
+        self._changes = [*self._changes[-3:], text]
+
+    def _warn(self) -> None:
+        changes = "; ".join(dict.fromkeys(self._changes))
+        warnings.warn(
+            f"a network was captured {MANY} times because what it reads changed "
+            f"({changes}), and will be at every change; hold what changes often in a buffer or "
+            "pass it as a tensor",
+            CaptureWarning,
+            stacklevel=2,
+        )
+
+
+_SETTINGS = {
+    "allow_rnn": True,  # recurrent layers are taken apart into cells
+    "allow_unspec_int_on_nn_module": True,  # a counter is no reason to capture anew
+    "skip_nnmodule_hook_guards": False,  # hooks may come and go
+    "recompile_limit": MOST,
+    "accumulated_recompile_limit": 4 * MOST,
+    "fail_on_recompile_limit_hit": False,
+}
+
+
+class _Box:
+    """What runs in the place of the graph, and the error that it raised itself."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.error: BaseException | None = None
+
+    def __call__(self, graph: Graph, inputs: Sequence[Any]) -> Sequence[Any]:
+        try:
+            return self.run(graph, inputs)
+        except BaseException as error:
+            self.error = error
+            raise
+
+
+_local = threading.local()
+_count = itertools.count()
+
+
+def _boxes() -> list[_Box]:
+    """Those of this thread's calls, the innermost last."""
+    if not hasattr(_local, "boxes"):
+        _local.boxes = []
+    return _local.boxes
+
+
+class _Quiet:
+    """Warnings that PyTorch raises about its own calls while it captures are nobody's business."""
+
+    held: ClassVar[list[warnings.catch_warnings]] = []
+
+    @classmethod
+    def install(cls) -> None:
+        handler = torch._dynamo.callback.callback_handler
+        if cls.start not in handler.start_callbacks:  # torch._dynamo.reset() forgets them
+            handler.register_start_callback(cls.start)
+            handler.register_end_callback(cls.end)
+
+    @classmethod
+    def start(cls, _: Any) -> None:
+        if _boxes():
+            cls.held.append(warnings.catch_warnings())
+            cls.held[-1].__enter__()
+            warnings.simplefilter("ignore")
+
+    @classmethod
+    def end(cls, _: Any) -> None:
+        if _boxes() and cls.held:
+            cls.held.pop().__exit__(None, None, None)
+
+
+class _Found(Exception):
+    """Carries a graph out of the network's call, so that nothing of it runs."""
+
+    def __init__(self, graph: Graph, inputs: Sequence[Any]) -> None:
+        super().__init__("found")
+        self.graph, self.inputs = graph, inputs
+
+
+_captures: WeakKeyDictionary[nn.Module, dict[Any, Capture]] = WeakKeyDictionary()
+
+
+def capture_of(net: nn.Module, output: Any = None) -> Capture:
+    """The network's graphs with this output penalised; all models that hold the network share
+    them."""
+    by_output = _captures.setdefault(net, {})
+    if output not in by_output:
+        by_output[output] = Capture(output)
+    return by_output[output]
+
+
+def find_graph(
+    net: nn.Module, output: Any, args: tuple, kwargs: dict[str, Any]
+) -> tuple[Graph, Sequence[Any]]:
+    """The graph that fits this call and the tensors it starts from; the network does not run."""
+
+    def escape(graph: Graph, inputs: Sequence[Any]) -> Sequence[Any]:
+        raise _Found(graph, inputs)
+
+    try:
+        capture_of(net, output)(net, escape, args, kwargs)
+    except _Found as found:
+        traceback.clear_frames(found.__traceback__)
+        return found.graph, found.inputs
+    raise CaptureError(f"{type(net).__name__} calls no operator of PyTorch")

@@ -1,0 +1,402 @@
+"""TorchDynamo's graph → `Graph`: PyTorch's functions become operators in a functional program.
+
+Dynamo hands over what the forward pass calls: functions, methods, writes in place, and switches of
+the gradient mode. Running that once on tensors without numbers, under functionalisation, leaves a
+flat list of operators in which `linear`, `conv2d`, `layer_norm`, `scaled_dot_product_attention`, …
+are whole; writes have become outputs, autocast explicit casts, and `detach` and `no_grad` regions
+`stop_gradient`. Sizes that Dynamo left open stay open (`graph.Size`).
+"""
+
+from __future__ import annotations
+
+import operator
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+import torch.fx.traceback
+from torch import Tensor
+from torch._export.utils import (
+    _collect_all_valid_cia_ops_for_aten_namespace,
+    _special_op_to_preserve_cia,
+)
+from torch._functorch._aot_autograd.functional_utils import from_fun, has_data_mutation, to_fun
+from torch._subclasses.functional_tensor import FunctionalTensorMode
+from torch.export.exported_program import _override_composite_implicit_decomp
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from ..errors import CaptureError
+from ..graph import Graph, Meta, Node, Ref, Size, refs
+from ..rules import registered
+from .decompositions import decompositions, stop_gradient
+
+aten = torch.ops.aten
+
+_HERE = os.path.dirname(os.path.abspath(__file__))
+_library = torch.library.Library("doubleback", "FRAGMENT")
+_library.define("mark(Tensor x) -> Tensor")
+_library.impl("mark", lambda x: x.clone(), "CompositeExplicitAutograd")
+mark = torch.ops.doubleback.mark.default
+"""Put around a result, so that it is found in Dynamo's graph; never run."""
+
+
+def lift(module: torch.fx.GraphModule, given: Sequence[Any]) -> Graph:
+    """The functional program of Dynamo's `module`, which was captured with the inputs `given`.
+
+    `Graph.targets` are the values that were marked, in order. Raises `CaptureError` where the
+    sweeps' derivatives would differ from autograd's.
+    """
+    marked = _take_marks(module)
+    placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
+    fakes = [n.meta["example_value"] for n in placeholders]
+    trained = [isinstance(t, Tensor) and t.requires_grad for t in given]
+    written: list[int] = []
+
+    def run(*inputs: Any) -> list[Any]:
+        written.clear()
+        with FunctionalTensorMode():
+            wrapped = [
+                to_fun(t).requires_grad_(on) if isinstance(t, Tensor) else t
+                for t, on in zip(inputs, trained, strict=True)
+            ]
+            with torch.fx.traceback.preserve_node_meta(), _Autograd():
+                results = _Interpreter(module).run(*wrapped)
+            for i, t in enumerate(wrapped):
+                if isinstance(t, Tensor) and has_data_mutation(t):
+                    written.append(i)
+            updates = [wrapped[i] for i in written]
+            return [from_fun(t) for t in (*pytree.tree_leaves(results), *updates)]
+
+    whole, parts = _decompositions()
+    with torch.enable_grad(), _override_composite_implicit_decomp(whole), _own_kernels_only():
+        trace = make_fx(run, parts, tracing_mode="symbolic", record_module_stack=True)
+        flat = trace(*[t.detach() if isinstance(t, Tensor) else t for t in fakes])
+    names = [_name(n) for n in placeholders]
+    return _Converter(flat, names).graph(written, marked, trained)
+
+
+@contextmanager
+def _own_kernels_only() -> Iterator[None]:
+    """Recurrent layers are taken apart into cells, not handed to a library as one."""
+    before = torch.backends.mkldnn.set_flags(False)
+    try:
+        yield
+    finally:
+        torch.backends.mkldnn.set_flags(*before)
+
+
+def _take_marks(module: torch.fx.GraphModule) -> list[int]:
+    """Places of marked results among the outputs; the marks themselves go."""
+    (output,) = (n for n in module.graph.nodes if n.op == "output")
+    results = output.args[0]
+    places = [
+        i for i, n in enumerate(results)
+        if isinstance(n, torch.fx.Node) and n.target in (mark, torch.ops.doubleback.mark)
+    ]  # fmt: skip
+    for node in {results[i] for i in places}:
+        node.replace_all_uses_with(node.args[0])
+        module.graph.erase_node(node)
+    module.recompile()
+    return places
+
+
+def _name(placeholder: torch.fx.Node) -> str:
+    """Where Dynamo found this input, as Python code: L['net'].fc._parameters['weight']."""
+    argument = placeholder.meta.get("grapharg")
+    source = getattr(argument, "source", None)
+    name = getattr(source, "name", placeholder.name)
+    return str(name() if callable(name) else name)
+
+
+def _decompositions() -> tuple[dict, dict]:
+    """(what becomes of composite operators, decompositions of others). Composite operators with a
+    rule stay whole; PyTorch takes all others apart."""
+    composite = _composite()
+    table = decompositions()
+    whole: dict[Any, Callable] = {
+        op: _keep(op) for op in registered() if op in composite and op not in table
+    }
+    whole |= {op: fn for op, fn in table.items() if op in composite}
+    return whole, {op: fn for op, fn in table.items() if op not in composite}
+
+
+@cache
+def _composite() -> frozenset:
+    """ATen's operators that are made of others and can be kept whole."""
+    return frozenset(_collect_all_valid_cia_ops_for_aten_namespace())
+
+
+def _keep(op: Any) -> Callable:
+    return lambda *args, **kwargs: _special_op_to_preserve_cia(*args, kernel=op, **kwargs)
+
+
+# Operators on whole functions that do nothing to derivatives: they are looked through.
+_THROUGH = ("tag_activation_checkpoint", "wrap", "wrap_activation_checkpoint")
+_REFUSED = {
+    "autograd_function_apply": "an autograd.Function has a backward of its own, which no operator "
+    "of the graph tells",
+}
+
+
+class _Interpreter(torch.fx.Interpreter):
+    """Calls Dynamo's graph so that `_Autograd` sees it all."""
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if target is torch._C._autograd._get_data_attr:  # type: ignore[attr-defined]
+            return args[0].detach()  # what `.data` is, by a name that can be watched
+        if isinstance(target, torch._ops.HigherOrderOperator) and target.name() not in _THROUGH:
+            raise CaptureError(_REFUSED.get(target.name(), f"{target.name()} cannot be swept"))
+        return super().call_function(target, args, kwargs)
+
+
+class _Autograd(TorchFunctionMode):
+    """Watches each function of PyTorch that the network calls, and what autograd makes of it.
+
+    A result that does not require grad although an argument does is cut off: `detach`, `.data`,
+    or anything under `no_grad`. It becomes `stop_gradient`. Writing in place without autograd's
+    knowledge changes numbers and leaves derivatives: no operator says that, so it is refused.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cut: list[Any] = []  # memory of tensors that requires grad, reached without
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        inputs = [t for t in tensors if t.requires_grad]
+        if name in _HOOKS:
+            raise CaptureError(
+                f"{name} on a tensor sees or changes gradients that sweeps do not pass"
+            )
+        if tensors and _writes(name, kwargs):
+            self._refuse_hidden(name, kwargs.get("out", tensors[0]), inputs)
+        result = func(*args, **kwargs)
+        if not inputs or name in _QUESTIONS:
+            return result
+        return pytree.tree_map_only(Tensor, lambda t: self._stopped(t, inputs), result)
+
+    def _stopped(self, result: Tensor, inputs: Sequence[Tensor]) -> Tensor:
+        differentiable = result.is_floating_point() or result.is_complex()
+        if result.requires_grad or not differentiable:
+            return result
+        if any(_memory(result) == _memory(t) for t in inputs):
+            self.cut.append(_memory(result))
+            stopped = stop_gradient(result)
+            self.cut.append(_memory(stopped))
+            return stopped
+        return stop_gradient(result)
+
+    def _refuse_hidden(self, name: str, written: Any, inputs: Sequence[Tensor]) -> None:
+        for t in pytree.tree_leaves(written):
+            if not isinstance(t, Tensor):
+                continue
+            unseen = t.requires_grad and not torch.is_grad_enabled()
+            if unseen or _memory(t) in self.cut:
+                raise CaptureError(
+                    f"{name} writes to a tensor of shape {tuple(t.shape)} behind autograd's back "
+                    "(under no_grad, or through detach() or .data), so that its derivative is "
+                    "another than its numbers say"
+                )
+
+
+_HOOKS = ("register_hook", "register_post_accumulate_grad_hook", "retain_grad")
+_QUESTIONS = frozenset(
+    ("requires_grad_", "is_floating_point", "is_complex", "size", "dim", "stride")
+)
+
+
+def _writes(name: str, kwargs: dict) -> bool:
+    inplace = name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
+    return inplace or name == "__setitem__" or kwargs.get("out") is not None
+
+
+def _memory(t: Tensor) -> Any:
+    return t.untyped_storage()._cdata
+
+
+# Left by autograd's own kernels. What cuts a derivative off is `stop_gradient` by now.
+_SAME = (aten.detach.default, aten.alias.default)
+
+
+class _Converter:
+    """A functional FX graph of ATen operators → `Graph`."""
+
+    def __init__(self, module: torch.fx.GraphModule, names: Sequence[str]) -> None:
+        self.module = module
+        self.names = names
+        self.values: list[Meta | None] = []
+        self.number: dict[tuple[torch.fx.Node, int], int] = {}
+        self.nodes: list[Node] = []
+        self.inputs: list[int | None] = []
+        self.constants: dict[int, Tensor] = {}
+        self.symbols: dict[Any, tuple] = {}
+
+    def graph(
+        self, written: Sequence[int], marked: Sequence[int], trained: Sequence[bool]
+    ) -> Graph:
+        results: Sequence[Any] = ()
+        for fx_node in self.module.graph.nodes:
+            if fx_node.op == "placeholder":
+                self._input(fx_node)
+            elif fx_node.op == "get_attr":
+                self._constant(fx_node)
+            elif fx_node.op == "call_function":
+                self._call(fx_node)
+            elif fx_node.op == "output":
+                results = fx_node.args[0]
+        count = len(results) - len(written)
+        outputs = tuple(self._result(item) for item in results[:count])
+        mutations = {}
+        for i, item in zip(written, results[count:], strict=True):
+            if trained[i]:
+                raise CaptureError(
+                    f"the network writes to {self.names[i]}, which requires grad, in place; clone "
+                    "it first"
+                )
+            mutations[i] = self.number[item, 0]
+        return Graph(
+            tuple(self.nodes), tuple(self.values), tuple(self.inputs), self.constants, outputs,
+            tuple(outputs[i] for i in marked), mutations, tuple(self.names), self.symbols,
+        )  # fmt: skip
+
+    def _value(self, tensor: Any) -> int:
+        meta = None
+        if isinstance(tensor, Tensor):
+            shape = tuple(size(s) for s in tensor.shape)
+            meta = Meta(shape, tensor.dtype, tensor.device)
+        self.values.append(meta)
+        return len(self.values) - 1
+
+    def _input(self, node: torch.fx.Node) -> None:
+        place, example = len(self.inputs), node.meta.get("val")
+        if not isinstance(example, Tensor):
+            self.inputs.append(None)
+            self._symbol(example, (place,))
+            return
+        self.number[node, 0] = self._value(example)
+        self.inputs.append(self.number[node, 0])
+        for axis, length in enumerate(example.shape):
+            self._symbol(length, (place, axis))
+
+    def _symbol(self, item: Any, where: tuple) -> None:
+        """Note where a symbol's number is read off."""
+        found = size(item)
+        if isinstance(found, Size) and found.expr.is_Symbol:
+            self.symbols.setdefault(found.expr, where)
+
+    def _constant(self, node: torch.fx.Node) -> None:
+        found = getattr(self.module, str(node.target))
+        if not isinstance(found, Tensor):
+            raise CaptureError(f"control flow {node.target} cannot be swept")
+        value = self.number[node, 0] = self._value(found)
+        self.constants[value] = found
+
+    def _result(self, item: Any) -> Any:
+        """A value's number, or what is no tensor in a 1-tuple."""
+        if isinstance(item, torch.fx.Node):
+            if (item, 0) in self.number:
+                return self.number[item, 0]
+            return (size(item.meta["val"]),)
+        return (item,)
+
+    def _translate(self, item: Any) -> Any:
+        if isinstance(item, torch.fx.Node):
+            if (item, 0) in self.number:
+                return Ref(self.number[item, 0])
+            return size(item.meta["val"])
+        if isinstance(item, (tuple, list)):
+            return type(item)(self._translate(part) for part in item)
+        if isinstance(item, dict):
+            return {key: self._translate(part) for key, part in item.items()}
+        return size(item)
+
+    def _call(self, node: torch.fx.Node) -> None:
+        if node.target is operator.getitem:
+            found = self.number.get((node.args[0], node.args[1]))  # type: ignore[arg-type]
+            if found is not None:
+                self.number[node, 0] = found
+                return
+        if node.target in _SAME:
+            self.number[node, 0] = self.number[node.args[0], 0]  # type: ignore[index]
+            return
+        result = node.meta.get("val")
+        if result is None:  # an assertion: checked by Dynamo's guards
+            return
+        if isinstance(result, (torch.SymInt, torch.SymFloat, torch.SymBool, int, float, bool)):
+            self._number(node, result)
+            return
+        many = isinstance(result, (tuple, list))
+        results: Sequence[Any] = result if many else (result,)  # type: ignore[assignment]
+        if not isinstance(node.target, torch._ops.OpOverload) or any(
+            part is not None and not isinstance(part, Tensor) for part in results
+        ):
+            raise CaptureError(f"{node.target} cannot be swept: it is control flow; {source(node)}")
+        if any(_unbacked(s) for t in results if t is not None for s in t.shape):
+            raise CaptureError(
+                f"the shape of what {node.target} yields depends on the values it is given; "
+                f"{source(node)}"
+            )
+        args, kwargs = self._translate(node.args), self._translate(node.kwargs)
+        outputs = []
+        for position, part in enumerate(results):
+            self.number[node, position] = self._value(part)
+            outputs.append(self.number[node, position])
+        inputs = (*refs(args), *refs(kwargs))
+        self.nodes.append(
+            Node(len(self.nodes), node.name, node.target, args, kwargs, inputs, tuple(outputs),
+                 many, source(node), _module(node))
+        )  # fmt: skip
+
+    def _number(self, node: torch.fx.Node, result: Any) -> None:
+        """A number that the graph computes: from sizes, or off a tensor of one entry."""
+        if _unbacked(result):
+            raise CaptureError(f"a Python number is read off a tensor at {source(node)}")
+        if node.target in (aten.item.default, aten._local_scalar_dense.default):
+            place = self.inputs.index(self.number[node.args[0], 0])  # type: ignore[index]
+            self._symbol(result, (place, "item"))
+
+
+def size(item: Any) -> Any:
+    """A symbolic number as `Size`, a plain one as it is."""
+    if not isinstance(item, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return item
+    expr = item.node.expr
+    if expr.is_number:
+        kind = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}[type(item)]
+        return kind(expr)
+    return Size(expr)
+
+
+def _unbacked(item: Any) -> bool:
+    """Whether a number depends on the values of tensors."""
+    if not isinstance(item, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return False
+    env = item.node.shape_env
+    return any(env.is_unbacked_symint(s) for s in item.node.expr.free_symbols)
+
+
+def source(node: torch.fx.Node) -> str:
+    """'file.py:31: the line', where the model called this operator."""
+    trace = node.meta.get("stack_trace") or ""
+    lines = [line.strip() for line in trace.splitlines() if line.strip()]
+    for position in range(len(lines) - 1, -1, -1):
+        if lines[position].startswith("File ") and _HERE not in lines[position]:
+            path, line = lines[position].split(",")[:2]
+            name = os.path.basename(path[5:].strip().strip('"'))
+            code = lines[position + 1] if position + 1 < len(lines) else ""
+            return f"{name}:{line.strip().removeprefix('line ')}: {code}"
+    return str(node.target)
+
+
+def _module(node: torch.fx.Node) -> str:
+    """The innermost submodule that was running, by its name in the network."""
+    stack = node.meta.get("nn_module_stack") or {}
+    path = str(list(stack.values())[-1][0]) if stack else ""
+    return path.removeprefix("L['net']").lstrip(".")

@@ -1,0 +1,272 @@
+"""What `Penalised` and `WithGradient` share: a network that runs captured, with sweeps in the place
+of its operations, or on autograd where it cannot be captured."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .capture import Arguments, capture_of, find_graph, only_one, plain, take_apart
+from .errors import CaptureError, InputError, refuse_unused, warn
+from .graph import Graph, Meta
+from .plan.steps import Plan, make_plan
+from .run.bridge import no_autocast
+from .run.flattening import FlattenedProgram, Replay
+from .run.open_sizes import Family, OpenProgram
+from .run.state import read_state, remember, write_state
+
+
+@dataclass(frozen=True)
+class Site:
+    """One call, captured: the graph without open sizes, and the tensors it starts from.
+
+    key: which graph, at which sizes, with which inputs penalised; open: the graph as captured.
+    """
+
+    call: Arguments
+    graph: Graph
+    open: Graph
+    inputs: Sequence[Any]
+    penalised: tuple[int, ...]
+    target: int
+    numbers: tuple
+    key: tuple
+
+
+SETTLED = 50  # calls of one size after which it is worth a flat graph of its own
+
+
+class CapturedModule(nn.Module):
+    """Holds `net`, captures it, and keeps plans and programs by what they depend on."""
+
+    def __init__(
+        self,
+        net: nn.Module,
+        compile: bool | str,
+        *,
+        wrt: Any,
+        output: Any,
+        allow_unused: bool,
+        strict: bool,
+        debug: bool,
+        flatten_after: int | None,
+        recompute: bool | None,
+    ) -> None:
+        super().__init__()
+        if not isinstance(net, nn.Module):
+            raise InputError(f"net must be an nn.Module, not {type(net).__name__}")
+        if isinstance(net, nn.parallel.DistributedDataParallel):
+            raise InputError(
+                "wrap the other way round, DistributedDataParallel(Penalised(net, …)): inside, its "
+                "hooks see no backward pass"
+            )
+        self.net = net
+        self.compile_mode = compile
+        self.wrt = wrt
+        self.output = output
+        self.allow_unused = allow_unused
+        self.strict = strict
+        self.debug = debug
+        self.flatten_after = flatten_after
+        self.recompute = not compile if recompute is None else recompute
+        self._reset()
+
+    def _reset(self) -> None:
+        self._bound: dict[Any, tuple[Graph, Graph]] = {}
+        self._plans: dict[Any, tuple[Graph, Plan]] = {}
+        self._families: dict[Any, tuple[Graph, Family]] = {}
+        self._programs: dict[Any, Any] = {}
+        self._warned = False
+        self._run: Callable | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {n: v for n, v in self.__dict__.items() if n not in self._transient}
+
+    _transient = frozenset(("_bound", "_plans", "_families", "_programs", "_warned", "_run"))
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._reset()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """(what net returns, and what is asked of its derivative)."""
+        if self._run is None:
+            self._run = self._opaque(self._forward)
+        return self._run(*args, **kwargs)
+
+    def _opaque(self, method: Callable) -> Callable:
+        """An outer torch.compile does not look inside: it calls this as it is."""
+        return torch._dynamo.disable(method)
+
+    @abstractmethod
+    def _forward(self, *args: Any, **kwargs: Any) -> Any: ...
+
+    @property
+    @abstractmethod
+    def _extras(self) -> int:
+        """How many of the last positional arguments are not the network's."""
+
+    # ---------------------------------------------------------------------------- capture
+
+    def _call(self, args: tuple, kwargs: Mapping[str, Any]) -> Arguments:
+        return take_apart(self.net, self.wrt, self._extras, args, kwargs)
+
+    def _captures(self, call: Arguments) -> bool:
+        """Whether this call is one to capture at all."""
+        return all(plain(t) for t in call.leaves if isinstance(t, Tensor))
+
+    def _through(self, run: Callable, call: Arguments) -> tuple[bool, Any]:
+        """(True, what the network returns with `run` in the place of its operations), or False
+        where it cannot be captured and has to run on autograd."""
+        if not self._captures(call):
+            return False, None
+
+        def swept(graph: Graph, inputs: Sequence[Any]) -> Sequence[Any]:
+            with no_autocast():
+                return run(graph, inputs)
+
+        with torch.inference_mode(False), torch.enable_grad():
+            args, kwargs = call.with_x(call.aliases)
+            try:
+                result = capture_of(self.net, self.output)(self.net, swept, args, kwargs)
+                return True, call.with_own(result)
+            except CaptureError:
+                if self.strict:
+                    raise
+                return False, None
+
+    def _on_autograd(self, run: Callable[[], Any]) -> Any:
+        """The network's call on autograd; it is said once why, after it succeeded."""
+        result = run()
+        error = capture_of(self.net, self.output).refusal
+        if error is not None and not self._warned:
+            self._warned = True
+            warn(f"{error}\n  Until then it runs on autograd.")
+        return result
+
+    def _find(self, call: Arguments) -> Site:
+        """The site of this call, without running it; raises `CaptureError`."""
+        with torch.inference_mode(False), torch.enable_grad():
+            args, kwargs = call.with_x(call.aliases)
+            graph, inputs = find_graph(self.net, self.output, args, kwargs)
+            return self._site(graph, inputs, call)
+
+    def _site(self, graph: Graph, inputs: Sequence[Any], call: Arguments) -> Site:
+        only_one(graph.targets, self.output)
+        numbers = graph.read_symbols(inputs)
+        places = {id(t): i for i, t in enumerate(inputs) if isinstance(t, Tensor)}
+        found = [places.get(id(t)) for t in call.aliases]
+        inputs = list(inputs)
+        for place, x in zip(found, call.x, strict=True):
+            if place is not None:
+                inputs[place] = x
+        unused = tuple(i for i, place in enumerate(found) if place is None)
+        key = (id(graph), numbers, unused, tuple([call.x[i].shape for i in unused]))
+        held = self._bound.get(key)
+        if held is None:  # with the open graph, so that no other one gets its number
+            held = graph, _with_inputs(graph.at(numbers), [call.x[i] for i in unused])
+            remember(self._bound, key, held)
+        bound = held[1]
+        for i in unused:
+            found[i] = len(inputs)
+            inputs.append(call.x[i])
+        penalised = tuple([bound.inputs[place] for place in found])  # type: ignore[index]
+        return Site(
+            call, bound, graph, inputs, penalised, bound.targets[0], numbers, (key, penalised)
+        )  # type: ignore[arg-type]
+
+    # ------------------------------------------------------------------- plans and programs
+
+    def _planned(
+        self, site: Site, gradients: bool, copies: bool, varying: bool, key: tuple, make: Callable
+    ) -> tuple[Any, dict[int, Tensor]]:
+        """(the program that `make(plan)` yields, kept by `key` and all that the plan depends on;
+        the graph's state)."""
+        graph = site.graph
+        state = read_state(graph, site.inputs, graph.mutations if copies else ())
+        wanted = frozenset(v for v, t in state.items() if gradients and t.requires_grad)
+        how = (self.debug, self.compile_mode, self.flatten_after, self.recompute)
+        key = (site.key, wanted, varying, *key, how)
+        program = self._programs.get(key)
+        if program is None:
+            program = make(self._plan(site, wanted, varying), key[1:])
+            remember(self._programs, key, program)
+        if not self.allow_unused:
+            self._refuse_unused(site, program.plan)
+        return program, state
+
+    def _plan(self, site: Site, wanted: frozenset[int], varying: bool) -> Plan:
+        """The plan at this call's sizes; one that was made at others is only filled in."""
+        key = (id(site.open), site.penalised, wanted, varying, self.recompute)
+        _, plan = self._plans.get(key, (None, None))
+        if plan is None:
+            plan = make_plan(
+                site.graph, site.penalised, site.target, wanted,
+                varying_seed=varying, recompute=self.recompute,
+            )  # fmt: skip
+            remember(self._plans, key, (site.open, plan))
+        return plan.at(site.graph)
+
+    def _swept(self, site: Site, plan: Plan, make: Callable[[Plan], Any], key: tuple) -> Any:
+        """The program `make(plan)`, whose sweeps run flat unless one is debugging: by graphs for
+        these sizes, or for all sizes where they change."""
+        program = make(plan)
+        if self.debug:
+            return program
+        if not site.open.symbols or len(site.graph.inputs) > len(site.open.inputs):
+            return FlattenedProgram(program, self._replay(site))
+        key = (id(site.open), *key)
+        _, family = self._families.get(key, (None, None))
+        if family is None:
+            family = Family(site.open, plan, make, self.compile_mode, self.flatten_after)
+            remember(self._families, key, (site.open, family))
+        return OpenProgram(program, family, site.numbers)
+
+    def _refuse_unused(self, site: Site, plan: Plan) -> None:
+        for value, x in zip(site.penalised, site.call.x, strict=True):
+            if value not in plan.reaching:
+                refuse_unused(self.wrt, x)
+
+    def _replay(self, site: Site) -> Replay:
+        """Flat graphs for one size: none while debugging, and where sizes change only for one
+        that comes again and again."""
+        after = None if self.debug else self.flatten_after
+        if after is not None and site.open.symbols:
+            after = max(after, SETTLED)
+        return Replay(False if self.debug else self.compile_mode, after)
+
+    def _finish(
+        self, site: Site, plan: Plan, prelude: Mapping[int, Tensor], outputs: Sequence[Tensor],
+        mutated: Mapping[int, Tensor], gradients: bool,
+    ) -> list[Any]:  # fmt: skip
+        """Write what the network writes, and put its outputs in their order."""
+        graph = site.graph
+        written = {v: mutated.get(place, prelude.get(v)) for place, v in graph.mutations.items()}
+        write_state(graph, site.inputs, written)  # type: ignore[arg-type]
+        swept = dict(zip(plan.outputs, outputs, strict=True))
+        found = []
+        for item in graph.outputs:
+            if isinstance(item, tuple):
+                found.append(item[0])
+                continue
+            t = swept[item] if item in swept else prelude[item]
+            found.append(t if gradients else t.detach())
+        return found
+
+
+def _with_inputs(graph: Graph, more: Sequence[Tensor]) -> Graph:
+    """The graph with inputs that it does not read."""
+    if not more:
+        return graph
+    values = [Meta(tuple(t.shape), t.dtype, t.device) for t in more]
+    first = len(graph.values)
+    return replace(
+        graph,
+        values=(*graph.values, *values),
+        inputs=(*graph.inputs, *range(first, first + len(more))),
+    )

@@ -1,0 +1,267 @@
+"""Programs whose penalty or loss is a caller's own Python.
+
+Such functions may read anything: attributes, globals, a schedule. A graph that was traced once
+would keep what they read then, so they are called as they are, once per call of the model, under
+autograd; the sweeps around them run flat, each on its own. What is needed of their derivatives
+later comes from the graph that autograd kept, which also sees random numbers once, and notices
+tensors that change in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from .. import sweeps
+from ..errors import InputError, StaleGraphError
+from .bridge import First, Program, join
+from .flattening import Replay
+
+
+@dataclass
+class Called:
+    """What passes from `first` to `last`: the sweeps' values, and autograd's graphs of v and p.
+
+    out, xi: the leaves that v and p were computed from; given: the penalty's own arguments, those
+    that ask for a gradient being leaves too.
+    """
+
+    values: dict[int, Tensor]
+    saved: dict[int, Any]
+    held: dict[Any, Any]
+    out: Tensor
+    v: Tensor
+    xi: list[Tensor]
+    per_example: Tensor
+    given: Sequence[Any]
+
+
+@dataclass(frozen=True, eq=False)
+class CallersProgram(Program):
+    """The four sweeps around functions that are not ours."""
+
+    replay: Replay = field(default_factory=lambda: Replay(False, None), kw_only=True)
+
+    def first(self, leaves: Mapping[int, Tensor], extra: Sequence[Any], keep: bool = True) -> First:
+        self.replay.tick()
+        outputs, mutated, values, saved = self._forward(leaves)
+        given = self._given(extra)
+        with torch.enable_grad():
+            out = values[self.plan.target].detach().requires_grad_()
+            v = self.penalty.oracle_seed(out, *given)
+        per_example, state = self._penalise(leaves, given, keep, values, saved, out, v)
+        return First(outputs, per_example, mutated, state if keep else None)
+
+    def _penalise(
+        self, leaves: Mapping[int, Tensor], given: Sequence[Any], keep: bool,
+        values: dict[int, Tensor], saved: dict[int, Any], out: Tensor, v: Tensor,
+    ) -> tuple[Tensor, Called]:  # fmt: skip
+        """(p per example, what `last` needs)."""
+        self.penalty.refuse_others(v, out, given)
+        xi, held = self._backward(leaves, values, saved, v.detach(), keep)
+        with torch.enable_grad():
+            xi = [u.detach().requires_grad_() for u in xi]
+            per_example = self.penalty.value(xi, *given)
+        state = Called(values, saved, held, out, v, xi, per_example, given)
+        return per_example.detach(), state
+
+    def _given(self, extra: Sequence[Any]) -> Sequence[Any]:
+        parts, spec = pytree.tree_flatten(tuple(extra))
+        for i in self.asked:
+            parts[i] = parts[i].detach().requires_grad_()
+        return pytree.tree_unflatten(parts, spec)
+
+    def _forward(self, leaves: Mapping[int, Tensor]) -> tuple[list, dict, dict, dict]:
+        plan = self.plan
+
+        def run(given: dict[int, Tensor]) -> Any:
+            watch = sweeps.finite_watch(plan) if self.debug else None
+            state = sweeps.forward(plan, self._laid_out(given), watch)
+            own = {id(t) for t in given.values()}
+            values = {v: t for v, t in state.values.items() if id(t) not in own}
+            # clones: what the caller receives is not to alias an input
+            outputs = [
+                t.clone() if id(t) in own else t
+                for t in (self._usual(state.values[v]) for v in plan.outputs)
+            ]
+            mutated = {place: state.values[v] for place, v in plan.mutations.items()}
+            passed = [v for v, t in state.values.items() if id(t) in own]
+            return outputs, mutated, values, passed, state.saved
+
+        outputs, mutated, values, passed, saved = self.replay("forward", run, dict(leaves))
+        return outputs, mutated, {**values, **{v: leaves[v] for v in passed}}, saved
+
+    def _backward(
+        self, leaves: Mapping[int, Tensor], values: dict, saved: dict, v: Tensor, keep: bool
+    ) -> tuple[list[Tensor], dict[Any, Any]]:
+        plan = self.plan
+
+        def run(nested: Any) -> Any:
+            watch = sweeps.finite_watch(plan) if self.debug else None
+            state = sweeps.State(dict(nested[0]), dict(nested[1]))
+            xi = sweeps.backward(plan, state, nested[2], keep=keep, watch=watch)
+            return list(xi), state.xi
+
+        xi, held = self.replay(("backward", keep), run, (values, saved, v))
+        zeros = [torch.zeros_like(leaves[x]) if u is None else u
+                 for x, u in zip(plan.penalised, xi, strict=True)]  # fmt: skip
+        return zeros, held
+
+    def last(
+        self,
+        state: Called,
+        extra: Sequence[Any],
+        grad_outputs: Mapping[int, Tensor | None],
+        grad_values: Tensor | None,
+        keep: bool = False,
+    ) -> list[Tensor | None]:
+        plan = self.plan
+        gamma: dict[int, Tensor] = {}
+        own: list[Tensor | None] = [None] * len(self.asked)
+        if grad_values is not None:
+            parts = pytree.tree_leaves(tuple(state.given))
+            asked = [parts[i] for i in self.asked]
+            q, own = _pulled(state.per_example, state.xi, asked, grad_values, keep)
+            h, gamma = self._tangent(state, q, keep)
+            if h is not None and state.v.requires_grad:
+                (head,), more = _pulled(state.v, [state.out], asked, h, keep)
+                own = [a if b is None else b if a is None else a + b
+                       for a, b in zip(own, more, strict=True)]  # fmt: skip
+                if plan.target in plan.trained:
+                    join(gamma, plan.target, head)
+        for v, grad in grad_outputs.items():
+            if v in plan.trained:
+                join(gamma, v, grad)
+        return [*self._second(state, gamma, keep), *own]
+
+    def _tangent(
+        self, state: Called, q: Sequence[Tensor | None], keep: bool
+    ) -> tuple[Tensor | None, dict[int, Tensor]]:
+        plan = self.plan
+
+        def run(nested: Any) -> Any:
+            watch = sweeps.finite_watch(plan) if self.debug else None
+            values, saved, held, start = nested
+            inner = sweeps.State(dict(values), dict(saved), dict(held))
+            return sweeps.tangent(plan, inner, dict(start), watch=watch)
+
+        start = {v: u for v, u in zip(plan.penalised, q, strict=True) if u is not None}
+        nested = (state.values, state.saved, state.held, start)
+        return self.replay("tangent", run, nested, () if keep else (state.held, start))
+
+    def _second(self, state: Called, gamma: dict, keep: bool) -> list[Tensor | None]:
+        plan = self.plan
+
+        def run(nested: Any) -> Any:
+            watch = sweeps.finite_watch(plan) if self.debug else None
+            values, saved, start = nested
+            inner = sweeps.State(dict(values), dict(saved))
+            found = sweeps.second(plan, inner, dict(start), watch=watch)
+            return [
+                self._usual(found[v]) if v in plan.trained and v in found else None
+                for v in (*plan.penalised, *plan.effective)
+            ]
+
+        nested = (state.values, state.saved, gamma)
+        consume = () if keep else (state.values, state.saved, gamma)
+        return self.replay("second", run, nested, consume)
+
+    def step(
+        self,
+        leaves: Mapping[int, Tensor],
+        extra: Sequence[Any],
+        loss: Any,
+        target: Any,
+        weight: Tensor | None,
+    ) -> tuple[list[Tensor], Tensor, Tensor, list[Tensor | None], dict[int, Tensor]]:
+        self.replay.tick()
+        outputs, mutated, values, saved = self._forward(leaves)
+        plan, penalty = self.plan, self.penalty
+        given = self._given(extra)
+        with torch.enable_grad():
+            out = values[plan.target].detach().requires_grad_()
+            losses = None if loss is None else loss.values(out, target)
+            shared = penalty.shares(loss)
+            loss_value, grad_out = _mean_gradient(losses, out, keep=shared)
+            v = None
+            if weight is not None:
+                v = _gradient(losses, out) if shared else penalty.oracle_seed(out, *given)
+        zero = torch.zeros((), device=out.device)
+        if v is None or weight is None:
+            gamma: dict[int, Tensor] = {}
+            if plan.target in plan.trained:
+                join(gamma, plan.target, grad_out)
+            bare = Called(values, saved, {}, out, out, [], out, ())
+            grads = [*self._second(bare, gamma, False), *[None] * len(self.asked)]
+            return outputs, loss_value, zero, grads, mutated
+        per_example, state = self._penalise(leaves, given, True, values, saved, out, v)
+        value = penalty.reduce(per_example)
+        weights = weight.to(per_example.dtype).expand(value.shape)
+        weights = penalty.unreduce(weights, per_example.shape[0])
+        grads = self.last(state, extra, {plan.target: grad_out}, weights)
+        return outputs, loss_value, value, grads, mutated
+
+
+def _gradient(losses: Any, out: Tensor) -> Tensor:
+    """∇ of each example's loss, differentiable."""
+    return torch.autograd.grad(losses.sum(), out, create_graph=True)[0]
+
+
+def _mean_gradient(losses: Tensor | None, out: Tensor, keep: bool) -> tuple[Tensor, Tensor | None]:
+    """(the mean of the losses, its gradient in the output). keep: for another derivative."""
+    if losses is None:
+        return torch.zeros((), device=out.device), None
+    refuse_others("the loss", losses, out)
+    mean = losses.mean()
+    (gradient,) = torch.autograd.grad(mean, out, retain_graph=keep)
+    return mean.detach(), gradient
+
+
+def _pulled(
+    end: Tensor, leaves: Sequence[Tensor], asked: Sequence[Tensor], along: Tensor, keep: bool
+) -> tuple[list[Tensor | None], list[Tensor | None]]:
+    """(∂end/∂leaves)* along, and the same for what is asked."""
+    if not end.requires_grad:
+        return [None] * len(leaves), [None] * len(asked)
+    try:
+        found = torch.autograd.grad(
+            end, [*leaves, *asked], along.to(end.dtype), retain_graph=keep, allow_unused=True
+        )
+    except RuntimeError as error:
+        if "modified by an inplace operation" in str(error):
+            raise StaleGraphError(
+                "a tensor that your loss or penalty reads was changed in place before backward; "
+                f"change a copy, or run forward again ({error})"
+            ) from error
+        raise
+    return list(found[: len(leaves)]), list(found[len(leaves) :])
+
+
+def behind(tensors: Iterable[Tensor]) -> Iterator[Any]:
+    """Every node of autograd's graph that these tensors come from."""
+    stack = [t.grad_fn for t in tensors if t.grad_fn is not None]
+    seen = set(stack)
+    while stack:
+        node = stack.pop()
+        yield node
+        new = {parent for parent, _ in node.next_functions if parent is not None} - seen
+        seen |= new
+        stack.extend(new)
+
+
+def refuse_others(what: str, result: Tensor, *own: Tensor) -> None:
+    """Raise where a caller's function depends on a tensor besides its arguments that requires grad:
+    the sweeps, which know its arguments alone, would give it none."""
+    for node in behind([result]):
+        leaf = getattr(node, "variable", None)
+        if leaf is not None and not any(leaf is t for t in own):
+            raise InputError(
+                f"{what} depends on a tensor of shape {tuple(leaf.shape)} that requires grad and "
+                "is none of its arguments, so that it would receive no gradient; pass it in the "
+                "call (with the target, as a tuple), or detach it"
+            )

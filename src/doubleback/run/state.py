@@ -1,0 +1,97 @@
+"""The tensors that a program starts from and writes to, and small caches of what was made."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..graph import Graph, map_refs
+from ..kernels.groups import statistics_dtype
+from ..plan.steps import Plan
+
+CACHE_SIZE = 64  # graphs and programs kept per module, oldest out first
+
+
+def remember(cache: dict, key: Any, item: Any) -> None:
+    """Keep `item`, and let the oldest of too many go."""
+    if len(cache) >= CACHE_SIZE:
+        cache.pop(next(iter(cache)), None)
+    cache[key] = item
+
+
+def kind(leaf: Any) -> Any:
+    """What a graph that was traced with `leaf` depends on."""
+    if isinstance(leaf, Tensor):
+        return leaf.shape, leaf.stride(), leaf.dtype
+    try:
+        hash(leaf)
+    except TypeError:
+        return repr(leaf)
+    return type(leaf), leaf
+
+
+def read_state(graph: Graph, inputs: Sequence[Any], copied: Collection[int]) -> dict[int, Tensor]:
+    """Every value the graph starts from. copied: places of inputs that the network writes to and
+    of which a backward to come needs the old numbers."""
+    state = dict(graph.constants)
+    state.update({v: t for v, t in zip(graph.inputs, inputs, strict=True) if v is not None})
+    written: dict[int, Tensor] = {}
+    for place in graph.mutations:
+        value = graph.inputs[place]
+        assert value is not None
+        state[value] = inputs[place].detach()
+        if place in copied:
+            written[value] = state[value]
+    if written:
+        fresh = {value: torch.empty_like(t) for value, t in written.items()}
+        copy_all(fresh.values(), written.values())
+        state |= fresh
+    return state
+
+
+def write_state(graph: Graph, inputs: Sequence[Any], values: Mapping[int, Tensor]) -> None:
+    """Batch norm statistics and the like, once per call, after all sweeps succeeded."""
+    buffers = [inputs[place] for place in graph.mutations]
+    new = [values[v] for v in graph.mutations.values()]
+    places = {t.untyped_storage().data_ptr() for t in buffers}  # one may move into another
+    new = [t.clone() if t.untyped_storage().data_ptr() in places else t for t in new]
+    with torch.no_grad():
+        copy_all(buffers, new)
+
+
+def copy_all(into: Iterable[Tensor], tensors: Iterable[Tensor]) -> None:
+    """Copy each tensor into its place, in one kernel for all of one dtype."""
+    alike: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
+    for old, new in zip(into, tensors, strict=True):
+        olds, news = alike.setdefault((old.dtype, old.device, new.dtype), ([], []))
+        olds.append(old)
+        news.append(new)
+    for olds, news in alike.values():
+        torch._foreach_copy_(olds, news)  # type: ignore[attr-defined]
+
+
+def copies(tensors: list[Tensor]) -> Sequence[Tensor]:
+    """A copy of each, in a few kernels for all of them."""
+    return torch._foreach_mul(tensors, 1.0) if tensors else ()  # type: ignore[attr-defined]
+
+
+def run_prelude(plan: Plan, state: Mapping[int, Tensor]) -> dict[int, Tensor]:
+    """Nodes that do not depend on x, under ordinary autograd (weight norm, hypernetworks)."""
+    values = dict(state)
+    for node in plan.prelude:
+        args = map_refs(node.args, lambda ref: values[ref.index])
+        kwargs = map_refs(dict(node.kwargs), lambda ref: values[ref.index])
+        out = node.op(*args, **kwargs)
+        for v, part in zip(node.outputs, out if node.many else (out,), strict=True):
+            values[v] = part
+    return values
+
+
+def scale(weight: float, x: Tensor) -> Tensor | None:
+    """The penalty's weight as a tensor, so that it may change from call to call; None for zero."""
+    if weight == 0:
+        return None
+    return torch.full((), weight, dtype=statistics_dtype(x), device=x.device)
