@@ -15,13 +15,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from doubleback.errors import InputError
-from doubleback.kernels import attention_frame, attention_fused, attention_triton, launch
+from doubleback.kernels import launch
 from doubleback.kernels.attention import (
     attention_backward,
     attention_forward,
     attention_second,
     attention_tangent,
+    frame,
+    fused,
 )
+from doubleback.kernels.attention import stock as stock_kernels
 
 # Relative error in norm against float64. bfloat16 keeps 8 bits, float16 keeps 11; results of these
 # dtypes are rounded once more, and P, U, B, C are products of rounded inputs.
@@ -87,8 +90,8 @@ BLOCKS = {"default": None, "rows": 12, "heads": 200}
 @pytest.fixture(params=BLOCKS, ids=list(BLOCKS))
 def blocks(request, monkeypatch):
     if BLOCKS[request.param] is not None:
-        for key in attention_frame.BLOCK_ELEMENTS:
-            monkeypatch.setitem(attention_frame.BLOCK_ELEMENTS, key, BLOCKS[request.param])
+        for key in frame.BLOCK_ELEMENTS:
+            monkeypatch.setitem(frame.BLOCK_ELEMENTS, key, BLOCKS[request.param])
     return request.param
 
 
@@ -160,7 +163,7 @@ def all_close(found, expected, dtype=torch.float64):
 @pytest.mark.parametrize("name", CASES)
 def test_parity(name, stock, blocks, monkeypatch):
     if not stock:
-        monkeypatch.setattr(attention_fused, "choose", lambda *_: attention_fused.MATH)
+        monkeypatch.setattr(stock_kernels, "choose", lambda *_: stock_kernels.MATH)
     primals, tangents, xi, layout = data(CASES[name])
     expected = oracle(primals, tangents, xi, layout)
     with torch.no_grad():
@@ -206,7 +209,7 @@ def test_no_tangent_at_all():
 @pytest.mark.parametrize("stock", [True, False], ids=["stock", "blocked"])
 def test_only_what_is_wanted(wanted, stock, monkeypatch):
     if not stock:
-        monkeypatch.setattr(attention_fused, "choose", lambda *_: attention_fused.MATH)
+        monkeypatch.setattr(stock_kernels, "choose", lambda *_: stock_kernels.MATH)
     primals, tangents, xi, layout = data(CASES["gqa causal"])
     _, grads, t, sources = oracle(primals, tangents, xi, layout)
     with torch.no_grad():
@@ -275,7 +278,7 @@ def test_forward_is_pytorchs(name):
         *primals, mask, 0.0, causal, scale=scale, enable_gqa=gqa
     )
     out, (lse, backend, *_) = attention_forward(*primals, mask, causal, scale, gqa)
-    assert backend == attention_fused.FLASH
+    assert backend == stock_kernels.FLASH
     assert torch.equal(out, expected)
     assert lse.isfinite().all()
 
@@ -356,9 +359,9 @@ class Largest(TorchDispatchMode):
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2)], ids=["heads", "gqa"])
 def test_no_matrix_of_all_scores(causal, heads, monkeypatch):
     n, limit = 128, 2048
-    for key in attention_frame.BLOCK_ELEMENTS:
-        monkeypatch.setitem(attention_frame.BLOCK_ELEMENTS, key, limit)
-    monkeypatch.setattr(attention_fused, "choose", lambda *_: attention_fused.MATH)
+    for key in frame.BLOCK_ELEMENTS:
+        monkeypatch.setitem(frame.BLOCK_ELEMENTS, key, limit)
+    monkeypatch.setattr(stock_kernels, "choose", lambda *_: stock_kernels.MATH)
     case = Case((2, heads[0], n, 4), (2, heads[1], n, 4), causal=causal, gqa=heads[0] != heads[1])
     primals, tangents, xi, layout = data(case)
     with torch.no_grad(), Largest() as seen:
@@ -374,7 +377,7 @@ def test_no_matrix_of_all_scores(causal, heads, monkeypatch):
 @pytest.mark.parametrize("name", ["plain", "dead rows", "gqa causal", "wide value", "spread batch"])
 def test_traces(name, mode, monkeypatch):
     """One graph, no mutation in it, the same numbers, and the fused kernels still there."""
-    monkeypatch.setitem(attention_frame.BLOCK_ELEMENTS, "traced", 200)
+    monkeypatch.setitem(frame.BLOCK_ELEMENTS, "traced", 200)
     primals, tangents, xi, layout = data(CASES[name])
 
     def sweeps(q, k, v, tq, tk, tv, xi, mask):
@@ -434,8 +437,8 @@ def kernels(monkeypatch):
     if not launch.available() or not (CUDA or INTERPRETED):
         pytest.skip("needs Triton, and a GPU or TRITON_INTERPRET=1")
     if INTERPRETED:
-        monkeypatch.setattr(attention_triton, "supported", lambda *_: True)
-        monkeypatch.setattr(attention_triton, "EFFICIENT", attention_fused.FLASH)  # a CPU's
+        monkeypatch.setattr(fused, "supported", lambda *_: True)
+        monkeypatch.setattr(fused, "EFFICIENT", stock_kernels.FLASH)  # a CPU's
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
     yield "cuda" if CUDA else "cpu"
@@ -538,7 +541,7 @@ def test_triton_is_one_operator(kernels):
 )
 def test_cuda_operators_fit(backend, width, masked, monkeypatch):
     """What CUDA's forward operators return is what their backward takes: shapes, without a GPU."""
-    monkeypatch.setattr(attention_fused, "choose", lambda *_: getattr(attention_fused, backend))
+    monkeypatch.setattr(stock_kernels, "choose", lambda *_: getattr(stock_kernels, backend))
     q, k = (torch.empty(2, 3, n, width, dtype=torch.bfloat16, device="meta") for n in (7, 9))
     layout = (torch.empty(7, 9, dtype=torch.bool, device="meta") if masked else None, False)
     out, residual = attention_forward(q, k, k, *layout)

@@ -11,8 +11,8 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import doubleback as db
-from doubleback.kernels import depthwise
 from doubleback.kernels.depthwise import Depthwise
+from doubleback.kernels.depthwise import fused as depthwise
 from doubleback.operators import Convolution
 from doubleback.plan.steps import _layouts
 from gpu import CUDA, DEVICE, needs_triton

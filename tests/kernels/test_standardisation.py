@@ -11,14 +11,15 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from doubleback.errors import InputError
-from doubleback.kernels import launch, standardisation_triton
-from doubleback.kernels.groups import Groups, Point, eager
+from doubleback.kernels import eager, launch
 from doubleback.kernels.standardisation import (
+    Groups,
+    Point,
     standardise,
     standardise_backward,
     standardise_second,
-    standardise_tangent,
 )
+from doubleback.kernels.standardisation import fused as fused_kernels
 from gpu import CUDA, TRITON
 
 # Raised inside Triton's interpreter.
@@ -125,6 +126,10 @@ def truth(groups: Groups, given: Drawn, eps=1e-5) -> dict[str, Tensor]:
     return {k: t.detach() for k, t in found.items() if t is not None}
 
 
+def tangent_alone(groups: Groups, q: Tensor, *at, fused=None) -> Tensor:
+    return standardise_second(groups, None, q, *at, (False, False), fused=fused)[0]
+
+
 def compute(groups: Groups, given: Drawn, route="eager", eps=1e-5) -> dict[str, Tensor]:
     x, w, b, xi, q = given
     fused = {"plain": False, "recorded": True}.get(route)
@@ -134,11 +139,11 @@ def compute(groups: Groups, given: Drawn, route="eager", eps=1e-5) -> dict[str, 
     dx, dw, db = standardise_backward(groups, xi, *at, wanted, fused=fused)
     if route in ("triton", "two passes"):
         point = Point.of(groups, *at)
-        t_y, s_x, s_w = standardisation_triton.second(point, xi, q, [True, True, w is not None])
-        tangent, _, _ = standardisation_triton.second(point, None, q, [True, False, False])
+        t_y, s_x, s_w = fused_kernels.second(point, xi, q, [True, True, w is not None])
+        tangent, _, _ = fused_kernels.second(point, None, q, [True, False, False])
     else:
         t_y, s_x, s_w = standardise_second(groups, xi, q, *at, fused=fused)
-        tangent = standardise_tangent(groups, q, *at, fused=fused)
+        tangent = tangent_alone(groups, q, *at, fused=fused)
     found = {"y": y, "dx": dx, "dw": dw, "db": db, "t_y": t_y, "s_x": s_x, "s_w": s_w}
     found |= {"mean": mean, "rstd": rstd, "tangent": tangent}
     return {k: t for k, t in found.items() if t is not None}
@@ -158,9 +163,9 @@ def assert_agree(found: dict, exact: dict, tolerance: float) -> None:
 @pytest.fixture
 def short_rows(monkeypatch):
     """Every group counts as long, and spans several tiles."""
-    monkeypatch.setattr(standardisation_triton, "LONGEST", 1)
-    monkeypatch.setattr(standardisation_triton, "TILE", 8)
-    monkeypatch.setattr(standardisation_triton, "_plans", {})  # without what was planned before
+    monkeypatch.setattr(fused_kernels, "LONGEST", 1)
+    monkeypatch.setattr(fused_kernels, "TILE", 8)
+    monkeypatch.setattr(fused_kernels, "_plans", {})  # without what was planned before
 
 
 @pytest.fixture
@@ -210,7 +215,7 @@ def test_16_bit_statistics_are_taken(name, route, device):
     _, mean, rstd = standardise(case.groups, x, w, None, 1e-5)
     at = (x, mean.bfloat16(), rstd.bfloat16(), w)
     dx, _, _ = standardise_backward(case.groups, xi, *at)
-    tangent = standardise_tangent(case.groups, q, *at)
+    tangent = tangent_alone(case.groups, q, *at)
     _, s_x, s_w = standardise_second(case.groups, xi, q, *at)
     exact = truth(case.groups, Drawn(x, w, None, xi, q))
     found = {"dx": dx, "t_y": tangent, "s_x": s_x, "s_w": s_w}
@@ -284,7 +289,7 @@ def test_projection_is_self_adjoint(case):
     _, mean, rstd = standardise(case.groups, x, None, None, 1e-5)
 
     def project(v):
-        return standardise_tangent(case.groups, v, x, mean, rstd, None)
+        return tangent_alone(case.groups, v, x, mean, rstd, None)
 
     left, right = (u * project(q)).sum(), (project(u) * q).sum()
     torch.testing.assert_close(left, right, rtol=1e-11, atol=1e-12)
@@ -322,7 +327,7 @@ def test_only_what_is_wanted(name, mask, route, device):
         fused = route == "eager"
         found = standardise_second(case.groups, xi, q, *at, mask[1:], mask[0], fused=fused)
     else:
-        found = standardisation_triton.second(Point.of(case.groups, *at), xi, q, mask)
+        found = fused_kernels.second(Point.of(case.groups, *at), xi, q, mask)
     for key, part, want in zip(("t_y", "s_x", "s_w"), found, mask, strict=True):
         assert (part is not None) == want
         assert part is None or error(part, exact[key]) <= 1e-10

@@ -16,9 +16,9 @@ from torch._C._functorch import peek_interpreter_stack  # pyright: ignore
 from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
+from ..dtypes import accumulation
 from ..errors import InputError, OutputChoiceError
 from ..graph import Graph, map_refs
-from ..kernels.groups import statistics_dtype
 from ..plan.steps import Plan
 
 
@@ -309,7 +309,7 @@ def scale(weight: float, x: Tensor) -> Tensor | None:
     """The penalty's weight as a tensor, so that it may change from call to call; None for zero."""
     if weight == 0:
         return None
-    return torch.full((), weight, dtype=statistics_dtype(x), device=x.device)
+    return torch.full((), weight, dtype=accumulation(x.dtype).to_real(), device=x.device)
 
 
 def choose(graph: Graph, choice: Any) -> int:

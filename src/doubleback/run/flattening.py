@@ -22,7 +22,7 @@ from ..capture import closures
 from ..capture.calls import kind, remember
 from ..counting import Operations, recording, replayed
 from ..errors import RuleError
-from ..kernels import mode
+from ..kernels import for_compiler
 from ..penalties.kinds import Penalty
 from ..penalties.losses import Loss
 from ..plan.steps import Plan
@@ -95,7 +95,7 @@ def flatten(
                 results.append(leaf)
         return results
 
-    context = mode.for_compiler() if compiler else nullcontext()
+    context = for_compiler() if compiler else nullcontext()
     with recording() as operations, torch.no_grad(), context, closures.unchanged(held):
         trace = make_fx(flat, tracing_mode="fake", _allow_non_fake_inputs=bool(held))
         graph = trace(*tensors)
