@@ -15,7 +15,7 @@ from doubleback.kernels.depthwise import Depthwise
 from doubleback.kernels.depthwise import fused as depthwise
 from doubleback.operators import Convolution
 from doubleback.plan.steps import _layouts
-from gpu import CUDA, DEVICE, needs_triton
+from gpu import CUDA, DEVICE, needs_gpu, needs_triton, on_gpu_all
 
 aten = torch.ops.aten
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")
@@ -24,6 +24,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:Deprecati
 # truncates.
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 
+LAYOUTS = [torch.contiguous_format, torch.channels_last]
 # batch, channels, sizes, kernel, stride, padding, dilation
 CASES = {
     "3×3": (2, 5, (9, 10), (3, 3), (1, 1), (1, 1), (1, 1)),
@@ -68,12 +69,17 @@ def close(found, expected, dtype):
 
 
 @needs_triton
-@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("layout", LAYOUTS if CUDA else LAYOUTS[1:])
+@pytest.mark.parametrize("dtype", list(TOLERANCE) if CUDA else [torch.float32], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    on_gpu_all(
+        CASES, "3×3", "stride 2, 5×5, even and odd", "stride down only", "stride across only",
+        "dilated, stride 2", "padding beyond the filter", "a row", "1×1",
+        "inputs that no output reads",
+    ),
+)  # fmt: skip
 def test_agrees_with_pytorch(case, dtype, layout):
-    if dtype == torch.bfloat16 and not CUDA:
-        pytest.skip("bfloat16 in Triton's interpreter")
     x, weight, bias, here = problem(case, dtype)
     y, xi, dx, dw, total = exact(x, weight, bias, here)
     assert here.out == tuple(y.shape[2:])
@@ -232,11 +238,9 @@ def test_networks_agree_with_autograd(bias, monkeypatch):
 
 
 @needs_triton
-@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("compile", [False, pytest.param(True, marks=needs_gpu)])
 def test_networks_on_a_gpu(compile, monkeypatch):
     if not CUDA:
-        if compile:
-            pytest.skip("compiling needs a GPU")
         monkeypatch.setattr(depthwise.mode, "on_cuda", lambda *tensors: True)
     monkeypatch.setattr(depthwise, "_plans", plans := {})
     net = Net().to(DEVICE)

@@ -78,14 +78,16 @@ def _store(base, value, rows, length, stride, width: tl.constexpr, block: tl.con
 
 
 @jit
-def _bilinear(a, ta, b, tb, TA: tl.constexpr, TB: tl.constexpr):
+def _bilinear(
+    a, ta, b, tb, TA: tl.constexpr, TB: tl.constexpr, PRECISION: tl.constexpr
+):  # fmt: skip
     """a bᵀ and its tangent ta bᵀ + a tbᵀ."""
-    y = tl.dot(a, tl.trans(b))
+    y = tl.dot(a, tl.trans(b), input_precision=PRECISION)
     ty = tl.zeros_like(y)
     if TA:
-        ty = tl.dot(ta, tl.trans(b), ty)
+        ty = tl.dot(ta, tl.trans(b), ty, input_precision=PRECISION)
     if TB:
-        ty = tl.dot(a, tl.trans(tb), ty)
+        ty = tl.dot(a, tl.trans(tb), ty, input_precision=PRECISION)
     return y, ty
 
 
@@ -141,6 +143,7 @@ def rows_kernel(
     CAUSAL: tl.constexpr, MASKED: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
     T: tl.constexpr, SQ: tl.constexpr, SOURCE: tl.constexpr, KNOWN: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """t_out and sq of BM rows, and their means δ, D, κ into `stats` (3, b·heads, N)."""
     i, rows, z, b, h, g = _block_of_rows(N, HEADS, GROUP, BM)
@@ -192,7 +195,7 @@ def rows_kernel(
         tvj = vj
         if TV:
             tvj = _load(tv, columns, M, tv_m, EV, BEV)
-        y, r = _bilinear(qi, tqi, kj, tkj, TQ, TK)
+        y, r = _bilinear(qi, tqi, kj, tkj, TQ, TK, PRECISION)
         p = _probabilities(
             y, log[:, None], rows[:, None], columns[None, :], mask, mask_n, mask_m, N, M, scale,
             CAUSAL, MASKED,
@@ -202,24 +205,24 @@ def rows_kernel(
         delta += tl.sum(pr, 1)
         if T:
             if TQ or TK:
-                sum_t = tl.dot(pr.to(vj.dtype), vj, sum_t)
+                sum_t = tl.dot(pr.to(vj.dtype), vj, sum_t, input_precision=PRECISION)
             if TV:
-                sum_t = tl.dot(low, tvj, sum_t)
+                sum_t = tl.dot(low, tvj, sum_t, input_precision=PRECISION)
         if SOURCE:
-            gj, hj = _bilinear(xii, xii, vj, tvj, False, TV)
+            gj, hj = _bilinear(xii, xii, vj, tvj, False, TV, PRECISION)
             gj -= mean[:, None]
             pc = p * gj
             px = pr * gj + p * (hj - e[:, None])
             kappa += tl.sum(px, 1)
             centre += tl.sum(pc, 1)
             if SQ:
-                sum_x = tl.dot(px.to(kj.dtype), kj, sum_x)
+                sum_x = tl.dot(px.to(kj.dtype), kj, sum_x, input_precision=PRECISION)
                 if TK:
-                    sum_x = tl.dot(pc.to(kj.dtype), tkj, sum_x)
+                    sum_x = tl.dot(pc.to(kj.dtype), tkj, sum_x, input_precision=PRECISION)
                 if not KNOWN:
-                    sum_p = tl.dot(low, kj, sum_p)
+                    sum_p = tl.dot(low, kj, sum_p, input_precision=PRECISION)
                     if TQ or TK:
-                        sum_c = tl.dot(pc.to(kj.dtype), kj, sum_c)
+                        sum_c = tl.dot(pc.to(kj.dtype), kj, sum_c, input_precision=PRECISION)
 
     kappa -= delta * centre
     if T:
@@ -271,7 +274,7 @@ def columns_kernel(
     TQ: tl.constexpr, TK: tl.constexpr, TV: tl.constexpr,
     CAUSAL: tl.constexpr, MASKED: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
-    SK: tl.constexpr, SV: tl.constexpr,
+    SK: tl.constexpr, SV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """sk and sv of BN columns, summed over the rows of all heads of the group; tiles are Pᵀ."""
     j, columns, b, g = _block_of_columns(M, HEADS, GROUP, BN)
@@ -306,23 +309,23 @@ def columns_kernel(
         where = (b * HEADS + h) * N + rows
         log = tl.load(lse + where, mask=rows < N, other=float("inf"))
         delta = tl.load(stats + where, mask=rows < N, other=0.0)
-        y, r = _bilinear(kj, tkj, qi, tqi, TK, TQ)
+        y, r = _bilinear(kj, tkj, qi, tqi, TK, TQ, PRECISION)
         p = _probabilities(
             y, log[None, :], rows[None, :], columns[:, None],
             mask + b * mask_b + h * mask_h, mask_n, mask_m, N, M, scale, CAUSAL, MASKED,
         )  # fmt: skip
         pu = p * (r * scale - delta[None, :])
         if SV:
-            sum_v = tl.dot(pu.to(xii.dtype), xii, sum_v)
+            sum_v = tl.dot(pu.to(xii.dtype), xii, sum_v, input_precision=PRECISION)
         if SK:
             mean = tl.load(stats + size + where, mask=rows < N, other=0.0)
             kappa = tl.load(stats + 2 * size + where, mask=rows < N, other=0.0)
-            gj, hj = _bilinear(vj, tvj, xii, xii, TV, False)
+            gj, hj = _bilinear(vj, tvj, xii, xii, TV, False, PRECISION)
             gj -= mean[None, :]
             px = pu * gj + p * (hj - kappa[None, :])
-            sum_k = tl.dot(px.to(qi.dtype), qi, sum_k)
+            sum_k = tl.dot(px.to(qi.dtype), qi, sum_k, input_precision=PRECISION)
             if TQ:
-                sum_k = tl.dot((p * gj).to(qi.dtype), tqi, sum_k)
+                sum_k = tl.dot((p * gj).to(qi.dtype), tqi, sum_k, input_precision=PRECISION)
 
     if SK:
         _store(sk + b * sk_b + g * sk_h, sum_k * scale, columns, M, sk_m, E, BE)
@@ -338,7 +341,7 @@ def first_rows_kernel(
     HEADS, GROUP, N, M, scale,
     E: tl.constexpr, EV: tl.constexpr, BE: tl.constexpr, BEV: tl.constexpr,
     CAUSAL: tl.constexpr, MASKED: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, DQ: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, DQ: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """D of BM rows into `means` (b·heads, N), and their dq."""
     i, rows, z, b, h, g = _block_of_rows(N, HEADS, GROUP, BM)
@@ -360,12 +363,13 @@ def first_rows_kernel(
             columns = j + tl.arange(0, BN)
             kj = _load(k, columns, M, k_m, E, BE)
             vj = _load(v, columns, M, v_m, EV, BEV)
+            y = tl.dot(qi, tl.trans(kj), input_precision=PRECISION)
             p = _probabilities(
-                tl.dot(qi, tl.trans(kj)), log[:, None], rows[:, None], columns[None, :],
+                y, log[:, None], rows[:, None], columns[None, :],
                 mask, mask_n, mask_m, N, M, scale, CAUSAL, MASKED,
             )  # fmt: skip
-            c = p * (tl.dot(xii, tl.trans(vj)) - mean[:, None])
-            total = tl.dot(c.to(kj.dtype), kj, total)
+            c = p * (tl.dot(xii, tl.trans(vj), input_precision=PRECISION) - mean[:, None])
+            total = tl.dot(c.to(kj.dtype), kj, total, input_precision=PRECISION)
         _store(dq + b * dq_b + h * dq_h, total * scale, rows, N, dq_n, E, BE)
 
 
@@ -378,6 +382,7 @@ def first_columns_kernel(
     E: tl.constexpr, EV: tl.constexpr, BE: tl.constexpr, BEV: tl.constexpr,
     CAUSAL: tl.constexpr, MASKED: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of BN columns, summed over the rows of all heads of the group; tiles are Pᵀ."""
     j, columns, b, g = _block_of_columns(M, HEADS, GROUP, BN)
@@ -396,16 +401,17 @@ def first_columns_kernel(
         xii = _load(xi + b * xi_b + h * xi_h, rows, N, xi_n, EV, BEV)
         where = (b * HEADS + h) * N + rows
         log = tl.load(lse + where, mask=rows < N, other=float("inf"))
+        y = tl.dot(kj, tl.trans(qi), input_precision=PRECISION)
         p = _probabilities(
-            tl.dot(kj, tl.trans(qi)), log[None, :], rows[None, :], columns[:, None],
+            y, log[None, :], rows[None, :], columns[:, None],
             mask + b * mask_b + h * mask_h, mask_n, mask_m, N, M, scale, CAUSAL, MASKED,
         )  # fmt: skip
         if DV:
-            sum_v = tl.dot(p.to(xii.dtype), xii, sum_v)
+            sum_v = tl.dot(p.to(xii.dtype), xii, sum_v, input_precision=PRECISION)
         if DK:
             mean = tl.load(means + where, mask=rows < N, other=0.0)
-            c = p * (tl.dot(vj, tl.trans(xii)) - mean[None, :])
-            sum_k = tl.dot(c.to(qi.dtype), qi, sum_k)
+            c = p * (tl.dot(vj, tl.trans(xii), input_precision=PRECISION) - mean[None, :])
+            sum_k = tl.dot(c.to(qi.dtype), qi, sum_k, input_precision=PRECISION)
     if DK:
         _store(dk + b * dk_b + g * dk_h, sum_k * scale, columns, M, dk_m, E, BE)
     if DV:
@@ -491,7 +497,7 @@ def _placed(
 
 def _launch(xi, tq, tk, tv, q, k, v, out, lse, mask, causal, scale, want) -> list[Tensor]:
     given = (xi, tq, tk, tv, q, k, v, out)
-    key = (*map(look, given), look(lse), look(mask), causal, scale, *want)
+    key = (*map(look, given), look(lse), look(mask), causal, scale, *want, _precision(q.dtype))
     plan = planned(_plans, key, lambda: _Plan.of(*given, lse, mask, causal, scale, want))
     if plan.copies:
         xi, tq, tk, tv, q, k, v, out = (_rowwise(t) for t in given)
@@ -569,6 +575,7 @@ class _Shapes:
             E=e, EV=ev, BE=max(16, triton.next_power_of_2(e)),
             BEV=max(16, triton.next_power_of_2(ev)), CAUSAL=causal,
             MASKED=0 if mask is None else 1 if mask.dtype == torch.bool else 2,
+            PRECISION=_precision(q.dtype),
         )  # fmt: skip
 
     def launch(
@@ -583,12 +590,15 @@ class _Shapes:
 
 
 _plans: dict[Any, _Plan] = {}
+_first_plans: dict[Any, _Plan] = {}
 
 
 def _launch_first(xi, q, k, v, out, lse, mask, causal, scale, want) -> list[Tensor]:
     given = (xi, q, k, v, out)
-    key = ("first", *map(look, given), look(lse), look(mask), causal, scale, *want)
-    plan = planned(_plans, key, lambda: _Plan.of_first(*given, lse, mask, causal, scale, want))
+    key = (*map(look, given), look(lse), look(mask), causal, scale, *want, _precision(q.dtype))
+    plan = planned(
+        _first_plans, key, lambda: _Plan.of_first(*given, lse, mask, causal, scale, want)
+    )
     if plan.copies:
         xi, q, k, v, out = (_rowwise(t) for t in given)
         lse = lse.contiguous()
@@ -612,6 +622,12 @@ def _readable(mask: Tensor | None, q: Tensor) -> Tensor:
 
 def _tf32() -> bool:
     return torch.backends.cuda.matmul.fp32_precision == "tf32"
+
+
+def _precision(dtype: torch.dtype) -> str:
+    """Of products, as PyTorch is set at the launch: sweeps that were flattened while TF32 was
+    allowed may be replayed when it no longer is. 16-bit products know no choice."""
+    return "ieee" if dtype == torch.float32 and not _tf32() else "tf32"
 
 
 def _row_walks(want: Sequence[bool], width: int) -> list[dict[str, bool]]:
