@@ -68,7 +68,10 @@ CASES = [
 NAMES = [case.name for case in CASES]
 ROUTES = ["eager", "plain"]  # on the CPU: few passes, and operations for a compiler
 KERNELS = ["triton", "two passes"] if TRITON else []
-ROUTES += [*(["cuda"] if CUDA else []), *KERNELS]
+ROUTES += ["cuda", *KERNELS] if CUDA else []
+# In Triton's interpreter, which is slow: every case once in float64, some in float32.
+BRIEF = ["layer 3d", "rms 2d", "batch 4d, channels-last", "group 4d"]
+SLOW = [] if CUDA else KERNELS
 
 
 def stock(groups: Groups, x: Tensor, w: Tensor | None, b: Tensor | None, eps: float) -> Tensor:
@@ -158,7 +161,7 @@ def assert_agree(found: dict, exact: dict, tolerance: float) -> None:
 def short_rows(monkeypatch):
     """Every group counts as long, and spans several tiles."""
     monkeypatch.setattr(fused_kernels, "LONGEST", 1)
-    monkeypatch.setattr(fused_kernels, "TILE", 8)
+    monkeypatch.setattr(fused_kernels, "TILE", 8 if CUDA else 32)
     monkeypatch.setattr(fused_kernels, "_plans", {})  # without what was planned before
 
 
@@ -175,6 +178,20 @@ def device(route, request):
 def test_parity_in_float64(case, affine, route, device):
     given = draw(case, affine, device=device)
     assert_agree(compute(case.groups, given, route), truth(case.groups, given), 1e-10)
+
+
+@pytest.mark.parametrize("route", SLOW)
+@pytest.mark.parametrize("case", CASES, ids=NAMES)
+def test_kernels_in_the_interpreter(case, route, device):
+    """With a weight in float64; some without, and in float32."""
+    given = draw(case)
+    assert_agree(compute(case.groups, given, route), truth(case.groups, given), 1e-10)
+    if case.name in BRIEF:
+        given = draw(case, affine=False)
+        assert_agree(compute(case.groups, given, route), truth(case.groups, given), 1e-10)
+        given = draw(case, dtype=torch.float32)
+        exact = truth(case.groups, given)
+        assert_agree(compute(case.groups, given, route), exact, TOLERANCE[torch.float32])
 
 
 @pytest.mark.parametrize("route", ROUTES)
