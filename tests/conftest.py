@@ -1,4 +1,5 @@
-"""One thread per worker, and property tests that draw the same examples in every run.
+"""One thread per worker, Triton's interpreter where there is no GPU, and property tests that draw
+the same examples in every run.
 
 `HYPOTHESIS_PROFILE=explore pytest tests/test_random_graphs.py` draws new ones.
 """
@@ -8,6 +9,9 @@ import os
 import hypothesis
 import pytest
 import torch
+
+if not torch.cuda.is_available():  # read when Triton is first imported
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from doubleback.run import flattening as flatten
 

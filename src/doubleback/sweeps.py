@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from .errors import DoublebackError, NonFiniteError, RuleError
-from .kernels.mode import boundary
+from .kernels import boundary
 from .plan.steps import Plan, Step
 from .rules import Call, add, seeded
 

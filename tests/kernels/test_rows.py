@@ -5,8 +5,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from doubleback.kernels import attention_fused
-from doubleback.kernels.rows import affine, times
+from doubleback.kernels import affine_rows, times
+from doubleback.kernels.attention import stock
 from doubleback.rules import add
 
 LAYOUTS = {
@@ -26,14 +26,14 @@ def test_products_of_rows(layout, bias):
     b = torch.randn(6, dtype=torch.float64) if bias else None
     expected = torch.einsum("...n,mn->...m", x, weight)
     torch.testing.assert_close(times(x, weight.t()), expected)
-    torch.testing.assert_close(affine(x, weight, b), expected if b is None else expected + b)
+    torch.testing.assert_close(affine_rows(x, weight, b), expected if b is None else expected + b)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_are_one_product(layout):
     """Not one for each matrix of the batch, for which a compiler writes the weight out."""
     x, weight = LAYOUTS[layout](), torch.randn(4, 6, dtype=torch.float64)
-    for fn in (times, lambda x, w: affine(x, w.t(), None)):
+    for fn in (times, lambda x, w: affine_rows(x, w.t(), None)):
         graph = make_fx(fn, tracing_mode="fake")(x, weight).graph
         assert not graph.find_nodes(op="call_function", target=torch.ops.aten.bmm.default)
 
@@ -58,6 +58,6 @@ def test_sums_have_the_layout_of_what_is_not_expanded(dtype):
 
 def test_widths_that_need_no_zeros_are_not_copied():
     q = torch.randn(1, 2, 3, 16)
-    assert attention_fused._pad8(q) is q
-    padded = attention_fused._pad8(q[..., :13])
+    assert stock._pad8(q) is q
+    padded = stock._pad8(q[..., :13])
     assert padded.shape[-1] == 16 and not padded[..., 13:].any()

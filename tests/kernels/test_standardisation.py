@@ -11,14 +11,15 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from doubleback.errors import InputError
-from doubleback.kernels import launch, standardisation_triton
-from doubleback.kernels.groups import Groups, Point, eager
+from doubleback.kernels import eager
 from doubleback.kernels.standardisation import (
+    Groups,
+    Point,
     standardise,
     standardise_backward,
     standardise_second,
-    standardise_tangent,
 )
+from doubleback.kernels.standardisation import fused as fused_kernels
 from gpu import CUDA, TRITON
 
 # Raised inside Triton's interpreter.
@@ -67,13 +68,10 @@ CASES = [
 NAMES = [case.name for case in CASES]
 ROUTES = ["eager", "plain"]  # on the CPU: few passes, and operations for a compiler
 KERNELS = ["triton", "two passes"] if TRITON else []
-ROUTES += [*(["cuda"] if CUDA else []), *KERNELS]
-
-
-def test_triton_kernels_are_covered():
-    if not TRITON:
-        pytest.skip("Triton kernels not run: they need a CUDA device, or TRITON_INTERPRET=1")
-    assert launch.available()
+ROUTES += ["cuda", *KERNELS] if CUDA else []
+# In Triton's interpreter, which is slow: every case once in float64, some in float32.
+BRIEF = ["layer 3d", "rms 2d", "batch 4d, channels-last", "group 4d"]
+SLOW = [] if CUDA else KERNELS
 
 
 def stock(groups: Groups, x: Tensor, w: Tensor | None, b: Tensor | None, eps: float) -> Tensor:
@@ -125,6 +123,10 @@ def truth(groups: Groups, given: Drawn, eps=1e-5) -> dict[str, Tensor]:
     return {k: t.detach() for k, t in found.items() if t is not None}
 
 
+def tangent_alone(groups: Groups, q: Tensor, *at, fused=None) -> Tensor:
+    return standardise_second(groups, None, q, *at, (False, False), fused=fused)[0]
+
+
 def compute(groups: Groups, given: Drawn, route="eager", eps=1e-5) -> dict[str, Tensor]:
     x, w, b, xi, q = given
     fused = {"plain": False, "recorded": True}.get(route)
@@ -134,11 +136,11 @@ def compute(groups: Groups, given: Drawn, route="eager", eps=1e-5) -> dict[str, 
     dx, dw, db = standardise_backward(groups, xi, *at, wanted, fused=fused)
     if route in ("triton", "two passes"):
         point = Point.of(groups, *at)
-        t_y, s_x, s_w = standardisation_triton.second(point, xi, q, [True, True, w is not None])
-        tangent, _, _ = standardisation_triton.second(point, None, q, [True, False, False])
+        t_y, s_x, s_w = fused_kernels.second(point, xi, q, [True, True, w is not None])
+        tangent, _, _ = fused_kernels.second(point, None, q, [True, False, False])
     else:
         t_y, s_x, s_w = standardise_second(groups, xi, q, *at, fused=fused)
-        tangent = standardise_tangent(groups, q, *at, fused=fused)
+        tangent = tangent_alone(groups, q, *at, fused=fused)
     found = {"y": y, "dx": dx, "dw": dw, "db": db, "t_y": t_y, "s_x": s_x, "s_w": s_w}
     found |= {"mean": mean, "rstd": rstd, "tangent": tangent}
     return {k: t for k, t in found.items() if t is not None}
@@ -158,9 +160,9 @@ def assert_agree(found: dict, exact: dict, tolerance: float) -> None:
 @pytest.fixture
 def short_rows(monkeypatch):
     """Every group counts as long, and spans several tiles."""
-    monkeypatch.setattr(standardisation_triton, "LONGEST", 1)
-    monkeypatch.setattr(standardisation_triton, "TILE", 8)
-    monkeypatch.setattr(standardisation_triton, "_plans", {})  # without what was planned before
+    monkeypatch.setattr(fused_kernels, "LONGEST", 1)
+    monkeypatch.setattr(fused_kernels, "TILE", 8 if CUDA else 32)
+    monkeypatch.setattr(fused_kernels, "_plans", {})  # without what was planned before
 
 
 @pytest.fixture
@@ -176,6 +178,20 @@ def device(route, request):
 def test_parity_in_float64(case, affine, route, device):
     given = draw(case, affine, device=device)
     assert_agree(compute(case.groups, given, route), truth(case.groups, given), 1e-10)
+
+
+@pytest.mark.parametrize("route", SLOW)
+@pytest.mark.parametrize("case", CASES, ids=NAMES)
+def test_kernels_in_the_interpreter(case, route, device):
+    """With a weight in float64; some without, and in float32."""
+    given = draw(case)
+    assert_agree(compute(case.groups, given, route), truth(case.groups, given), 1e-10)
+    if case.name in BRIEF:
+        given = draw(case, affine=False)
+        assert_agree(compute(case.groups, given, route), truth(case.groups, given), 1e-10)
+        given = draw(case, dtype=torch.float32)
+        exact = truth(case.groups, given)
+        assert_agree(compute(case.groups, given, route), exact, TOLERANCE[torch.float32])
 
 
 @pytest.mark.parametrize("route", ROUTES)
@@ -210,7 +226,7 @@ def test_16_bit_statistics_are_taken(name, route, device):
     _, mean, rstd = standardise(case.groups, x, w, None, 1e-5)
     at = (x, mean.bfloat16(), rstd.bfloat16(), w)
     dx, _, _ = standardise_backward(case.groups, xi, *at)
-    tangent = standardise_tangent(case.groups, q, *at)
+    tangent = tangent_alone(case.groups, q, *at)
     _, s_x, s_w = standardise_second(case.groups, xi, q, *at)
     exact = truth(case.groups, Drawn(x, w, None, xi, q))
     found = {"dx": dx, "t_y": tangent, "s_x": s_x, "s_w": s_w}
@@ -284,7 +300,7 @@ def test_projection_is_self_adjoint(case):
     _, mean, rstd = standardise(case.groups, x, None, None, 1e-5)
 
     def project(v):
-        return standardise_tangent(case.groups, v, x, mean, rstd, None)
+        return tangent_alone(case.groups, v, x, mean, rstd, None)
 
     left, right = (u * project(q)).sum(), (project(u) * q).sum()
     torch.testing.assert_close(left, right, rtol=1e-11, atol=1e-12)
@@ -322,7 +338,7 @@ def test_only_what_is_wanted(name, mask, route, device):
         fused = route == "eager"
         found = standardise_second(case.groups, xi, q, *at, mask[1:], mask[0], fused=fused)
     else:
-        found = standardisation_triton.second(Point.of(case.groups, *at), xi, q, mask)
+        found = fused_kernels.second(Point.of(case.groups, *at), xi, q, mask)
     for key, part, want in zip(("t_y", "s_x", "s_w"), found, mask, strict=True):
         assert (part is not None) == want
         assert part is None or error(part, exact[key]) <= 1e-10

@@ -8,8 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import doubleback as db
-from doubleback.kernels import strided
-from doubleback.kernels.strided import Strided, pays
+from doubleback.kernels import Strided, pays, strided
 from doubleback.operators import products
 from doubleback.plan.steps import _layouts
 from support.plans import plan_of

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from .. import sweeps
+from ..dtypes import accumulation, lifted
 from ..errors import MemoryWarning
-from ..kernels.groups import statistics_dtype
 from ..penalties.jacobian import SpectralNorm, slot
 from ..plan.steps import Plan, make_plan
 from ..rules import add
@@ -131,7 +131,7 @@ class Phases(Program, ABC):
 
     def _weight(self, like: Tensor) -> Tensor:
         batch = like.shape[0]
-        dtype = statistics_dtype(like)
+        dtype = accumulation(like.dtype).to_real()
         return torch.full((batch,), self._base(batch), dtype=dtype, device=like.device)
 
     def _shared(self, state: sweeps.State) -> dict[Any, Tensor]:
@@ -315,6 +315,5 @@ class SpectralProgram(Phases):
 
 def _times(t: Tensor, factor: Tensor) -> Tensor:
     """factor·t; a factor of float32 is not rounded to 16 bits before it multiplies."""
-    if t.dtype in (torch.bfloat16, torch.float16):
-        return (t.float() * factor).to(t.dtype)
-    return t * factor.to(t.dtype)
+    wide = lifted(t)
+    return (wide * factor.to(wide.dtype)).to(t.dtype)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from ..dtypes import accumulation
 from .mode import library
 
 PARTS = 4  # chunks that the patches are taken in …
@@ -76,9 +77,8 @@ def _transpose(
     batch = y.shape[0]
     (kh, kw), (sh, sw), (ph, pw), (dh, dw) = kernel, stride, padding, dilation
     filters = weight.reshape(rows, columns, out, -1)
-    half = y.dtype in (torch.bfloat16, torch.float16)  # sums of 16-bit numbers in float32
     shape = channels, sizes[0] + 2 * ph, sizes[1] + 2 * pw, batch
-    x = y.new_zeros(shape, dtype=torch.float32 if half else y.dtype)
+    x = y.new_zeros(shape, dtype=accumulation(y.dtype))
     row_bytes = columns * filters.shape[-1] * batch * y.element_size()
     for a, b in _chunks(rows, row_bytes):
         patches = torch.bmm(filters[a:b].flatten(0, 1).transpose(1, 2), _places_first(y, a, b))
@@ -135,8 +135,8 @@ def _backward_of_forward(ctx: Any, y: Tensor) -> tuple:
     x, weight = ctx.saved_tensors
     want_x, want_weight = ctx.needs_input_grad[:2]
     return (
-        transpose(weight, y, list(x.shape[2:]), *ctx.rest) if want_x else None,
-        weight_adjoint(x, y, list(weight.shape[4:]), *ctx.rest) if want_weight else None,
+        local_transpose(weight, y, list(x.shape[2:]), *ctx.rest) if want_x else None,
+        local_weight_adjoint(x, y, list(weight.shape[4:]), *ctx.rest) if want_weight else None,
         None, None, None,
     )  # fmt: skip
 
@@ -146,8 +146,8 @@ def _backward_of_transpose(ctx: Any, x: Tensor) -> tuple:
     want_weight, want_y = ctx.needs_input_grad[:2]
     geometry = ctx.rest[1:]
     return (
-        weight_adjoint(x, y, list(weight.shape[4:]), *geometry) if want_weight else None,
-        forward(x, weight, *geometry) if want_y else None,
+        local_weight_adjoint(x, y, list(weight.shape[4:]), *geometry) if want_weight else None,
+        local_product(x, weight, *geometry) if want_y else None,
         None, None, None, None,
     )  # fmt: skip
 
@@ -157,8 +157,8 @@ def _backward_of_weight_adjoint(ctx: Any, weight: Tensor) -> tuple:
     want_x, want_y = ctx.needs_input_grad[:2]
     geometry = ctx.rest[1:]
     return (
-        transpose(weight, y, list(x.shape[2:]), *geometry) if want_x else None,
-        forward(x, weight, *geometry) if want_y else None,
+        local_transpose(weight, y, list(x.shape[2:]), *geometry) if want_x else None,
+        local_product(x, weight, *geometry) if want_y else None,
         None, None, None, None,
     )  # fmt: skip
 
@@ -175,21 +175,21 @@ def _fake_weight_adjoint(x, y, kernel, stride, padding, dilation):
     return x.new_empty(*y.shape[2:], y.shape[1], x.shape[1], *kernel)
 
 
-forward = _define(
+local_product = _define(
     f"locally_connected(Tensor x, Tensor weight, {_GEOMETRY}) -> Tensor",
     _forward, _fake_forward, _backward_of_forward, _save,
 )  # fmt: skip
-transpose = _define(
+local_transpose = _define(
     f"locally_connected_transpose(Tensor weight, Tensor y, int[] sizes, {_GEOMETRY}) -> Tensor",
     _transpose, _fake_transpose, _backward_of_transpose, _save,
 )  # fmt: skip
-weight_adjoint = _define(
+local_weight_adjoint = _define(
     f"locally_connected_weight_adjoint(Tensor x, Tensor y, int[] kernel, {_GEOMETRY}) -> Tensor",
     _weight_adjoint, _fake_weight_adjoint, _backward_of_weight_adjoint, _save,
 )  # fmt: skip
 
 
-@register_flop_formula([forward, transpose, weight_adjoint])
+@register_flop_formula([local_product, local_transpose, local_weight_adjoint])
 def _flops(first: Any, second: Any, *rest: Any, out_shape: Any = None, **named: Any) -> int:
     """One multiplication and one addition per example and entry of θ, whichever the result."""
     shapes = (first, second, out_shape)

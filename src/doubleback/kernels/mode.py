@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 _fusing = False
@@ -38,6 +39,29 @@ def recording() -> bool:
     """Whether the sweeps are being flattened, or run on fake tensors to be priced."""
     fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)  # type: ignore[attr-defined]
     return fake is not None or get_proxy_mode() is not None
+
+
+def eager(*tensors: Tensor | None) -> bool:
+    """Whether these are plain tensors, computed with now and not recorded by a tracer."""
+    if torch.compiler.is_compiling():
+        return False
+    mode = torch._C._TorchDispatchModeKey
+    if any(torch._C._get_dispatch_mode(key) for key in (mode.FAKE, mode.FUNCTIONAL, mode.PROXY)):
+        return False
+    plain = (Tensor, torch.nn.Parameter)
+    wrapped = is_functorch_wrapped_tensor
+    return not batched() and all(
+        t is None or (type(t) in plain and not wrapped(t)) for t in tensors
+    )
+
+
+_BATCHED: Any = torch._C._parse_dispatch_key("VmapMode")
+
+
+def batched() -> bool:
+    """Whether a backward pass runs on many cotangents at once (`is_grads_batched`, `vectorize`):
+    PyTorch's older vmap, which no interpreter of torch.func knows of."""
+    return torch._C._dispatch_tls_is_dispatch_key_included(_BATCHED)
 
 
 library = torch.library.Library("doubleback", "FRAGMENT")

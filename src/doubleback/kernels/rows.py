@@ -23,11 +23,11 @@ def times(x: Tensor, matrix: Tensor) -> Tensor:
     return (x.reshape(-1, x.shape[-1]) @ matrix).view(*x.shape[:-1], matrix.shape[-1])
 
 
-def affine(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def affine_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x Wᵀ + b.
 
     >>> import torch
-    >>> affine(torch.ones(2, 3, 5, 4).transpose(1, 2), torch.ones(6, 4), None).shape
+    >>> affine_rows(torch.ones(2, 3, 5, 4).transpose(1, 2), torch.ones(6, 4), None).shape
     torch.Size([2, 5, 3, 6])
     """
     if x.dim() < 3 or x.is_contiguous():

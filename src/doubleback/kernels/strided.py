@@ -34,7 +34,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .rows import affine, times
+from .rows import affine_rows, times
 
 aten = torch.ops.aten
 FEW = 4  # channels
@@ -126,7 +126,7 @@ class Strided:
     def forward(self, weight: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
         folded, filters = self.fold(x), self.filters(weight)
         if self.dense:
-            return affine(folded, filters.flatten(1), bias).permute(0, 3, 1, 2)
+            return affine_rows(folded, filters.flatten(1), bias).permute(0, 3, 1, 2)
         return aten.convolution(folded.permute(0, 3, 1, 2), filters, bias, *_UNIT)
 
     def transpose(self, weight: Tensor, y: Tensor) -> Tensor:

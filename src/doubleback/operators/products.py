@@ -11,10 +11,16 @@ from torch import Tensor
 
 from ..counting import counted
 from ..errors import InputError
-from ..kernels import locally_connected as local
-from ..kernels import rows
+from ..kernels import (
+    Strided,
+    affine_rows,
+    local_product,
+    local_transpose,
+    local_weight_adjoint,
+    pays,
+    times,
+)
 from ..kernels.depthwise import Depthwise, Part
-from ..kernels.strided import Strided, pays
 from .base import Operator, Shape, placeholder, shape_of
 
 aten = torch.ops.aten
@@ -44,11 +50,11 @@ class Dense(Operator):
 
     def forward(self, weight: Tensor, x: Tensor, bias: Tensor | None = None) -> Tensor:
         counted(forward=1)
-        return rows.affine(x, weight, bias)
+        return affine_rows(x, weight, bias)
 
     def transpose(self, weight: Tensor, y: Tensor, shape: Shape | None = None) -> Tensor:
         counted(transpose=1)
-        return rows.times(y, weight)
+        return times(y, weight)
 
     def weight_adjoint(self, x: Tensor, y: Tensor, shape: Any = None) -> Tensor:
         counted(weight_adjoint=1)
@@ -243,7 +249,7 @@ class LocallyConnected(Operator):
     def forward(self, weight: Tensor, x: Tensor) -> Tensor:
         self._check(weight, x)
         counted(forward=1)
-        y = local.forward(self._image(x), self._weight2d(weight), *self._options())
+        y = local_product(self._image(x), self._weight2d(weight), *self._options())
         return y.squeeze(-2) if self._flat else y
 
     def transpose(self, weight: Tensor, y: Tensor, shape: Shape | None = None) -> Tensor:
@@ -251,7 +257,7 @@ class LocallyConnected(Operator):
             raise InputError(f"the transpose of {self} needs the input's shape")
         counted(transpose=1)
         sizes = [1, shape[-1]] if self._flat else list(shape[-2:])
-        x = local.transpose(self._weight2d(weight), self._image(y), sizes, *self._options())
+        x = local_transpose(self._weight2d(weight), self._image(y), sizes, *self._options())
         return x.squeeze(-2) if self._flat else x
 
     def weight_adjoint(self, x: Tensor, y: Tensor, shape: Any = None) -> Tensor:
@@ -260,7 +266,7 @@ class LocallyConnected(Operator):
         counted(weight_adjoint=1)
         kernel = list(shape_of(shape)[-len(self.stride) :])
         kernel = [1, *kernel] if self._flat else kernel
-        weight = local.weight_adjoint(self._image(x), self._image(y), kernel, *self._options())
+        weight = local_weight_adjoint(self._image(x), self._image(y), kernel, *self._options())
         return weight.squeeze(-2)[0] if self._flat else weight
 
     def sample(self) -> tuple[Tensor, Tensor]:

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels.attention import attention_second
-from ..kernels.attention_fused import CUDNN, EFFICIENT, FLASH, Dropout, recovered
+from ..dtypes import accumulation
+from ..kernels.attention import CUDNN, EFFICIENT, FLASH, Dropout, attention_second, recovered
 from .node import Call, Formula, Grads, again, plain, through
 
 aten = torch.ops.aten
@@ -61,7 +61,7 @@ def _composite(backend: int, a: dict[str, Any]) -> tuple[Tensor | None, ...]:
     """The same backward by reverse mode through the unfused kernel."""
     q, k, v, mask = a["query"], a["key"], a["value"], _mask(a)
     group, dropout = q.shape[-3] // k.shape[-3], _dropout(backend, a)
-    exact = torch.promote_types(q.dtype, torch.float32)  # 1/(1 − p) is not rounded to 16 bits
+    exact = accumulation(q.dtype)  # 1/(1 − p) is not rounded to 16 bits
     z = None if dropout is None else dropout.dense(k.shape[-2], exact)
 
     def out(q: Tensor, k: Tensor, v: Tensor, *bias: Tensor) -> Tensor:

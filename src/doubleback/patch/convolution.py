@@ -23,7 +23,7 @@ from torch import _C, Tensor
 from torch._C._functorch import peek_interpreter_stack  # pyright: ignore
 from torch.autograd import forward_ad
 
-from ..kernels.groups import eager
+from ..kernels import eager
 from ..operators import Convolution
 from .node import Call, Formula, Grads, derivative_kernel, plain
 

@@ -19,7 +19,7 @@ from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 
-from ..kernels.groups import batched
+from ..kernels import batched
 
 KEYS = ("AutogradCPU", "AutogradCUDA")
 Grads = Sequence[Tensor | None]

@@ -19,9 +19,11 @@ from torch import Tensor
 from torch._C._functorch import peek_interpreter_stack  # pyright: ignore
 from torch.autograd import forward_ad
 
-from ..kernels.groups import Groups, Point, layout
 from ..kernels.standardisation import (
+    Groups,
+    Point,
     affine,
+    layout,
     standardise_again,
     standardise_backward,
     standardise_second,

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..dtypes import accumulation
 from ..errors import InputError
-from ..kernels.groups import statistics_dtype
 from ..rules.softmax import softmax_curvature, softmax_derivative
 from ..spaces import Euclidean, dual_square
 from .kinds import Penalty
@@ -119,7 +119,7 @@ class Jacobian(Penalty):
             if self.whole:
                 return torch.arange(size, device=out.device)
             return torch.tensor(_entries(self.entries, out.shape), device=out.device)
-        wide = statistics_dtype(out)
+        wide = accumulation(out.dtype)
         basis = helmert(size, wide, out.device) if self.of == "softmax" else None
         if self.projections is None:
             assert basis is not None

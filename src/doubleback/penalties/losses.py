@@ -10,16 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..dtypes import lifted
 from ..errors import InputError, LabelError
 from ..run.callers import refuse_others
 from ..spaces import Space, per_example
 from .fingerprint import fingerprint
 
 GPU_CHECKS = 8  # batches of labels whose range is checked on a GPU
-
-
-def _wide(t: Tensor) -> Tensor:
-    return t.float() if t.dtype in (torch.bfloat16, torch.float16) else t
 
 
 class Loss(ABC):
@@ -65,12 +62,12 @@ class CrossEntropy(Loss):
     def _weights(self, out: Tensor) -> Tensor | None:
         if self.weights is None:
             return None
-        w = Space.constant(self.weights, like=_wide(out))
+        w = Space.constant(self.weights, like=lifted(out))
         return w.reshape(-1, *(1,) * (out.dim() - 2))
 
     def _targets(self, out: Tensor, y: Tensor) -> Tensor:
         """t_c, of the output's shape."""
-        dtype, classes = _wide(out).dtype, out.shape[1]
+        dtype, classes = lifted(out).dtype, out.shape[1]
         soft = y.is_floating_point()
         if soft:
             hot = y.to(dtype)
@@ -85,18 +82,18 @@ class CrossEntropy(Loss):
         return hot if weights is None else hot * weights
 
     def values(self, out: Tensor, y: Tensor) -> Tensor:
-        target, logs = self._targets(out, y), torch.log_softmax(_wide(out), 1)
+        target, logs = self._targets(out, y), torch.log_softmax(lifted(out), 1)
         # 0·log 0 = 0: logits of −∞ exclude classes
         return per_example(-target * logs.masked_fill(target == 0, 0.0))
 
     def gradient(self, out: Tensor, y: Tensor) -> Tensor:
         target = self._targets(out, y)
-        s = torch.softmax(_wide(out), 1)
+        s = torch.softmax(lifted(out), 1)
         return (target.sum(1, keepdim=True) * s - target).to(out.dtype)
 
     def hessian(self, out: Tensor, y: Tensor, h: Tensor) -> Tensor:
         total = self._targets(out, y).sum(1, keepdim=True)
-        s, wide = torch.softmax(_wide(out), 1), _wide(h)
+        s, wide = torch.softmax(lifted(out), 1), lifted(h)
         return (total * s * (wide - (s * wide).sum(1, keepdim=True))).to(h.dtype)
 
     def check(self, out_shape: Sequence[int], y: Any) -> None:
@@ -137,7 +134,7 @@ class SquaredError(Loss):
     """ℓ = ‖out − y‖², ∇ℓ = 2(out − y), ∇²ℓ h = 2h."""
 
     def values(self, out: Tensor, y: Tensor) -> Tensor:
-        return per_example((_wide(out) - y).square())
+        return per_example((lifted(out) - y).square())
 
     def gradient(self, out: Tensor, y: Tensor) -> Tensor:
         return (2 * (out - y)).to(out.dtype)
@@ -153,17 +150,17 @@ class BinaryCrossEntropy(Loss):
     """ℓ = Σ −y log σ(z) − (1−y) log σ(−z); ∇ℓ = σ − y, ∇²ℓ h = σ(1−σ)h."""
 
     def values(self, out: Tensor, y: Tensor) -> Tensor:
-        wide = _wide(out)
+        wide = lifted(out)
         return per_example(
             F.binary_cross_entropy_with_logits(wide, y.to(wide.dtype), reduction="none")
         )
 
     def gradient(self, out: Tensor, y: Tensor) -> Tensor:
-        s = torch.sigmoid(_wide(out))
+        s = torch.sigmoid(lifted(out))
         return (s - y.to(s.dtype)).to(out.dtype)
 
     def hessian(self, out: Tensor, y: Tensor, h: Tensor) -> Tensor:
-        s = torch.sigmoid(_wide(out))
+        s = torch.sigmoid(lifted(out))
         return (s * (1 - s) * h).to(h.dtype)
 
     def check(self, out_shape: Sequence[int], y: Any) -> None:

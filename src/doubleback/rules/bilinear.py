@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from ..graph import Node, Ref
-from ..kernels import locally_connected as local
-from ..kernels.rows import times
+from ..kernels import local_product, times
 from ..operators import Convolution, Dense, LocallyConnected
 from ..operators.multilinear import einsum_adjoint, einsum_parts, is_plain
 from .seeded import fold
@@ -356,4 +355,4 @@ def rules() -> Iterator[tuple[Any, Rule]]:
             op = overload(name)
             if op is not None:
                 yield op, rule
-    yield local.forward.default, _locally_connected()
+    yield local_product.default, _locally_connected()

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from ..graph import Ref
-from ..kernels import mode, opaque
-from ..kernels.groups import Groups
-from ..kernels.standardisation import standardise, standardise_backward
+from ..kernels import fusing
+from ..kernels.standardisation import Groups, second_now, standardise, standardise_backward
 from .seeded import LOOP, VMAP, choose
 from .structures import generic
 from .table import Call, PerExample, Rule, Structure, Tensors, alone, overload, tangent_of
@@ -45,9 +44,7 @@ def standardisation(
 
     def run(call: Call) -> tuple[Any, Any]:
         w, b = (None if s is None else call.inputs[s] for s in _affine(call, place))
-        y, mean, rstd = standardise(
-            groups(call), _x(call), w, b, eps(call), fused=not mode.fusing()
-        )
+        y, mean, rstd = standardise(groups(call), _x(call), w, b, eps(call), fused=not fusing())
         return y, (mean, rstd)
 
     def spread(call: Call, x: Any, w: Any, b: Any = None) -> Tensors:
@@ -64,7 +61,7 @@ def standardisation(
         mean, rstd = call.saved
         grads = standardise_backward(
             groups(call), _main(call, y), _x(call), mean, rstd, weight(call), mask,
-            fused=not mode.fusing(),
+            fused=not fusing(),
         )  # fmt: skip
         return spread(call, *grads)
 
@@ -81,7 +78,7 @@ def standardisation(
         slot = _affine(call, place)[0]
         mask = (wanted[0], slot is not None and wanted[slot])
         mean, rstd = call.saved
-        t, s_x, s_w = opaque.second(
+        t, s_x, s_w = second_now(
             groups(call), _main(call, xi), tangent_of(q), _x(call), mean, rstd, weight(call), mask,
             need,
         )  # fmt: skip

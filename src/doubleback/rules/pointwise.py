@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..graph import Node
-from ..kernels.mode import fusing
-from ..kernels.pointwise import cleared, gelu_second, gelu_tanh_second, silu_second
+from ..kernels import fusing
+from ..kernels.pointwise import cleared, second
 from .seeded import VMAP
 from .structures import coordinatewise, linear
 from .table import Call, Rule, Structure, Tensors, add, alone, overload, run, sum_to
@@ -22,8 +23,26 @@ aten = torch.ops.aten
 SELU_ALPHA, SELU_SCALE = 1.6732632423543772848170429916717, 1.0507009873554804934193349852946
 
 
-def _kernel(name: str, *parameters: Any) -> Callable[[Call], tuple[str, tuple]]:
+Kernel = Callable[[Call], tuple[str, tuple]]  # the name of a g″ in kernels.pointwise, parameters
+
+
+def _kernel(name: str, *parameters: Any) -> Kernel:
     return lambda call: (name, parameters)
+
+
+def _named(
+    of: str,
+    first: Callable[[Call, Tensor], Tensor],
+    kernel: Kernel,
+    fused: Callable[[Call, Tensor, Tensor], Tensor] | None = None,
+) -> Rule:
+    """A function whose g″ stands in kernels.pointwise."""
+
+    def bend(call: Call, v: Tensor) -> Tensor:
+        name, parameters = kernel(call)
+        return second(name, v, *parameters)
+
+    return coordinatewise(of, first, bend, fused=fused, kernel=kernel)
 
 
 # --------------------------------------------------------------------------- rectifiers
@@ -219,16 +238,12 @@ def _gelu() -> Rule:
     def first(call: Call, x: Tensor) -> Tensor:
         return aten.gelu_backward(torch.ones_like(x), x, approximate=_form(call))
 
-    def second(call: Call, x: Tensor) -> Tensor:
-        return (gelu_tanh_second if tanh_form(call) else gelu_second)(x)
-
     def _form(call: Call) -> str:
         return "tanh" if tanh_form(call) else "none"
 
-    return coordinatewise(
-        "input", first, second,
-        fused=lambda call, y, x: aten.gelu_backward(y, x, approximate=_form(call)),
-        kernel=lambda call: ("gelu_tanh" if tanh_form(call) else "gelu", ()),
+    return _named(
+        "input", first, lambda call: ("gelu_tanh" if tanh_form(call) else "gelu", ()),
+        lambda call, y, x: aten.gelu_backward(y, x, approximate=_form(call)),
     )  # fmt: skip
 
 
@@ -239,29 +254,14 @@ def _elu(parameters: Callable[[Call], tuple[float, float, float]]) -> Rule:
         alpha, scale, inner = parameters(call)
         return torch.where(x > 0, scale, alpha * scale * inner * torch.exp(x * inner))
 
-    def second(call: Call, x: Tensor) -> Tensor:
-        alpha, scale, inner = parameters(call)
-        return torch.where(x >= 0, 0, alpha * scale * inner * inner * torch.exp(x * inner))
-
-    return coordinatewise(
-        "input", first, second,
-        fused=lambda call, y, x: aten.elu_backward(y, *parameters(call), False, x),
-        kernel=lambda call: ("elu", parameters(call)),
+    return _named(
+        "input", first, lambda call: ("elu", parameters(call)),
+        lambda call, y, x: aten.elu_backward(y, *parameters(call), False, x),
     )  # fmt: skip
 
 
 def _alpha(call: Call) -> float:
     return call.argument(1, "alpha", 1)
-
-
-def _silu_second(call: Call, x: Tensor) -> Tensor:
-    return silu_second(x)
-
-
-def _mish_second(call: Call, x: Tensor) -> Tensor:
-    s, t = torch.sigmoid(x), torch.tanh(torch.nn.functional.softplus(x))
-    dt = (1 - t * t) * s
-    return 2 * dt + x * (dt * (1 - s) - 2 * t * dt * s)
 
 
 def _softplus() -> Rule:
@@ -270,17 +270,12 @@ def _softplus() -> Rule:
     def parameters(call: Call) -> tuple[float, float]:
         return call.argument(1, "beta", 1), call.argument(2, "threshold", 20)
 
-    def second(call: Call, x: Tensor) -> Tensor:
-        beta, threshold = parameters(call)
-        s = torch.sigmoid(beta * x)
-        return torch.where(beta * x >= threshold, 0, beta * s * (1 - s))
-
     def fused(call: Call, y: Tensor, x: Tensor) -> Tensor:
         return aten.softplus_backward(y, x, *parameters(call))
 
-    return coordinatewise(
-        "input", lambda call, x: fused(call, torch.ones_like(x), x), second, fused=fused,
-        kernel=lambda call: ("softplus", parameters(call)),
+    return _named(
+        "input", lambda call, x: fused(call, torch.ones_like(x), x),
+        lambda call: ("softplus", parameters(call)), fused,
     )  # fmt: skip
 
 
@@ -288,11 +283,8 @@ def _smooth_activations() -> dict[str, Rule]:
     def ones(backward: Callable) -> Callable[[Call, Tensor], Tensor]:
         return lambda call, v: backward(torch.ones_like(v), v)
 
-    def known(of: str, backward: Callable, second: Callable, name: str) -> Rule:
-        return coordinatewise(
-            of, ones(backward), second, fused=lambda call, y, v: backward(y, v),
-            kernel=_kernel(name),
-        )  # fmt: skip
+    def known(of: str, backward: Callable, name: str) -> Rule:
+        return _named(of, ones(backward), _kernel(name), lambda call, y, v: backward(y, v))
 
     return {
         "gelu.default": _gelu(),
@@ -302,24 +294,14 @@ def _smooth_activations() -> dict[str, Rule]:
         ),
         "selu.default": _elu(lambda c: (SELU_ALPHA, SELU_SCALE, 1)),
         "celu.default": _elu(lambda c: (_alpha(c), 1, 1 / _alpha(c))),
-        "silu.default": known("input", aten.silu_backward, _silu_second, "silu"),
-        "mish.default": known("input", aten.mish_backward, _mish_second, "mish"),
+        "silu.default": known("input", aten.silu_backward, "silu"),
+        "mish.default": known("input", aten.mish_backward, "mish"),
         "softplus.default": _softplus(),
-        "sigmoid.default": known(
-            "output", aten.sigmoid_backward, lambda c, y: y * (1 - y) * (1 - 2 * y), "sigmoid"
-        ),
-        "tanh.default": known(
-            "output", aten.tanh_backward, lambda c, y: -2 * y * (1 - y * y), "tanh"
-        ),
-        "hardswish.default": known(
-            "input", aten.hardswish_backward,
-            lambda c, x: (x.abs() < 3).to(x.dtype) / 3, "hardswish",
-        ),
-        "log_sigmoid.default": coordinatewise(
-            "input",
-            lambda c, x: torch.sigmoid(-x),
-            lambda c, x: -torch.sigmoid(x) * torch.sigmoid(-x),
-            kernel=_kernel("logsigmoid"),
+        "sigmoid.default": known("output", aten.sigmoid_backward, "sigmoid"),
+        "tanh.default": known("output", aten.tanh_backward, "tanh"),
+        "hardswish.default": known("input", aten.hardswish_backward, "hardswish"),
+        "log_sigmoid.default": _named(
+            "input", lambda c, x: torch.sigmoid(-x), _kernel("logsigmoid")
         ),
     }  # fmt: skip
 
@@ -343,45 +325,50 @@ def _pow() -> Rule:
     )
 
 
+def _of_value(g: Callable[[Tensor], Tensor], call: Call, v: Tensor) -> Tensor:
+    return g(v)
+
+
 def _elementary() -> dict[str, Rule]:
-    """(of, g′, g″, kernel) for the functions of a calculus table."""
+    """(of, g′, g″) for the functions of a calculus table; g″ None: by its name in
+    kernels.pointwise, where it has a fused kernel."""
     table: dict[str, tuple] = {
-        "exp": ("output", lambda y: y, lambda y: y, "exp"),
-        "expm1": ("output", lambda y: y + 1, lambda y: y + 1, None),
-        "exp2": ("output", lambda y: math.log(2) * y, lambda y: math.log(2) ** 2 * y, None),
-        "log": ("input", lambda x: 1 / x, lambda x: -1 / (x * x), "log"),
+        "exp": ("output", lambda y: y, None),
+        "expm1": ("output", lambda y: y + 1, lambda y: y + 1),
+        "exp2": ("output", lambda y: math.log(2) * y, lambda y: math.log(2) ** 2 * y),
+        "log": ("input", lambda x: 1 / x, None),
         "log2": ("input", lambda x: 1 / (x * math.log(2)),
-                 lambda x: -1 / (x * x * math.log(2)), None),
+                 lambda x: -1 / (x * x * math.log(2))),
         "log10": ("input", lambda x: 1 / (x * math.log(10)),
-                  lambda x: -1 / (x * x * math.log(10)), None),
-        "log1p": ("input", lambda x: 1 / (1 + x), lambda x: -1 / (1 + x) ** 2, None),
-        "sqrt": ("output", lambda y: 0.5 / y, lambda y: -0.25 / (y * y * y), "sqrt"),
-        "rsqrt": ("output", lambda y: -0.5 * y**3, lambda y: 0.75 * y**5, "rsqrt"),
-        "reciprocal": ("output", lambda y: -y * y, lambda y: 2 * y**3, "reciprocal"),
-        "square": ("input", lambda x: 2 * x, lambda x: torch.full_like(x, 2), None),
-        "sin": ("input", torch.cos, lambda x: -torch.sin(x), "sin"),
-        "cos": ("input", lambda x: -torch.sin(x), lambda x: -torch.cos(x), "cos"),
-        "tan": ("output", lambda y: 1 + y * y, lambda y: 2 * y * (1 + y * y), None),
+                  lambda x: -1 / (x * x * math.log(10))),
+        "log1p": ("input", lambda x: 1 / (1 + x), lambda x: -1 / (1 + x) ** 2),
+        "sqrt": ("output", lambda y: 0.5 / y, None),
+        "rsqrt": ("output", lambda y: -0.5 * y**3, None),
+        "reciprocal": ("output", lambda y: -y * y, None),
+        "square": ("input", lambda x: 2 * x, lambda x: torch.full_like(x, 2)),
+        "sin": ("input", torch.cos, None),
+        "cos": ("input", lambda x: -torch.sin(x), None),
+        "tan": ("output", lambda y: 1 + y * y, lambda y: 2 * y * (1 + y * y)),
         "asin": ("input", lambda x: torch.rsqrt(1 - x * x),
-                 lambda x: x * torch.rsqrt(1 - x * x) ** 3, None),
+                 lambda x: x * torch.rsqrt(1 - x * x) ** 3),
         "acos": ("input", lambda x: -torch.rsqrt(1 - x * x),
-                 lambda x: -x * torch.rsqrt(1 - x * x) ** 3, None),
-        "atan": ("input", lambda x: 1 / (1 + x * x), lambda x: -2 * x / (1 + x * x) ** 2, None),
-        "sinh": ("input", torch.cosh, torch.sinh, None),
-        "cosh": ("input", torch.sinh, torch.cosh, None),
+                 lambda x: -x * torch.rsqrt(1 - x * x) ** 3),
+        "atan": ("input", lambda x: 1 / (1 + x * x), lambda x: -2 * x / (1 + x * x) ** 2),
+        "sinh": ("input", torch.cosh, torch.sinh),
+        "cosh": ("input", torch.sinh, torch.cosh),
         "asinh": ("input", lambda x: torch.rsqrt(1 + x * x),
-                  lambda x: -x * torch.rsqrt(1 + x * x) ** 3, None),
-        "atanh": ("input", lambda x: 1 / (1 - x * x), lambda x: 2 * x / (1 - x * x) ** 2, None),
+                  lambda x: -x * torch.rsqrt(1 + x * x) ** 3),
+        "atanh": ("input", lambda x: 1 / (1 - x * x), lambda x: 2 * x / (1 - x * x) ** 2),
         "erf": ("input", lambda x: 2 / math.sqrt(math.pi) * torch.exp(-x * x),
-                lambda x: -4 / math.sqrt(math.pi) * x * torch.exp(-x * x), None),
+                lambda x: -4 / math.sqrt(math.pi) * x * torch.exp(-x * x)),
     }  # fmt: skip
     found = {}
-    for name, (of, first, second, kernel) in table.items():
-        found[f"{name}.default"] = coordinatewise(
-            of,
-            lambda call, v, g=first: g(v),
-            lambda call, v, g=second: g(v),
-            kernel=_kernel(kernel) if kernel else None,
+    for name, (of, first, bend) in table.items():
+        slope = partial(_of_value, first)
+        found[f"{name}.default"] = (
+            _named(of, slope, _kernel(name))
+            if bend is None
+            else coordinatewise(of, slope, partial(_of_value, bend))
         )
     found["pow.Tensor_Scalar"] = _pow()
     found["pow.Scalar"] = coordinatewise(

@@ -28,6 +28,7 @@ from torch._C import _functorch  # type: ignore[attr-defined]
 from torch.utils import _pytree as pytree
 
 from ..counting import folded
+from ..dtypes import accumulation
 from .table import Call, PerExample, Rule, Tensors, add, alone
 
 Backward = Callable[[Rule, Call, Any, Sequence[bool], int], Tensors]
@@ -253,5 +254,4 @@ def broadcast(
 
 def _pair(h: Tensor, xi: Tensor) -> Tensor:
     """Σ_i h⟨i⟩⊙ξ⟨i⟩, 16-bit numbers summed in float32."""
-    wide = torch.float32 if h.dtype in (torch.bfloat16, torch.float16) else h.dtype
-    return (h * xi).sum(0, dtype=wide)
+    return (h * xi).sum(0, dtype=accumulation(h.dtype))

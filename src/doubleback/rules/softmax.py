@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..dtypes import lifted_and_back
 from .seeded import VMAP
-from .structures import widened
 from .table import Call, Rule, Structure, Tensors, overload, tangent_of
 
 aten = torch.ops.aten
@@ -26,7 +26,7 @@ def softmax_curvature(s: Tensor, v: Tensor, h: Tensor, dim: int) -> Tensor:
     s⊙v⊙h − ⟨s,v⟩ s⊙h − ⟨s,h⟩ s⊙v − ⟨s, v⊙h⟩ s + 2⟨s,v⟩⟨s,h⟩ s
     = s⊙(a⊙b − ⟨s, a⊙b⟩) with a = v − ⟨s,v⟩, b = h − ⟨s,h⟩.
     """
-    wide, back = widened(s)
+    wide, back = lifted_and_back(s)
     a = v - (wide * v).sum(dim, keepdim=True)
     b = h - (wide * h).sum(dim, keepdim=True)
     ab = a * b
@@ -67,12 +67,12 @@ def _log_softmax() -> Rule:
         return (grad.to(call.metas[0].dtype),)
 
     def tangent(call: Call, q: Tensors) -> Tensor:
-        wide, back = widened(call.out)
+        wide, back = lifted_and_back(call.out)
         return back(tangent_of(q) - (wide.exp() * tangent_of(q)).sum(_dim(call), keepdim=True))
 
     def curvature(call: Call, xi: Tensor, q: Tensors, wanted: Sequence[bool]) -> Tensors:
         dim = _dim(call)
-        wide, _ = widened(call.out)
+        wide, _ = lifted_and_back(call.out)
         s = wide.exp()
         inner = tangent_of(q) - (s * tangent_of(q)).sum(dim, keepdim=True)
         total = xi.to(s.dtype).sum(dim, keepdim=True)

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from ..counting import counted
-from ..kernels import opaque
+from ..dtypes import lifted_and_back
+from ..kernels.pointwise import fused_curvature
 from .seeded import VMAP, Seeded, broadcast, vmapped
 from .table import (
     Call,
@@ -242,7 +243,7 @@ def coordinatewise(
     def scale(call: Call, y: Tensor) -> Tensor:
         if fused is not None:
             return fused(call, y, value(call))
-        wide, back = widened(value(call))
+        wide, back = lifted_and_back(value(call))
         return back(first(call, wide) * y)
 
     def curvature(call: Call, xi: Tensor, q: Tensors, wanted: Sequence[bool]) -> Tensors:
@@ -252,10 +253,10 @@ def coordinatewise(
         v = value(call)
         if kernel is not None:
             name, parameters = kernel(call)
-            source = opaque.curvature(name, v, h, xi, *parameters)
+            source = fused_curvature(name, v, h, xi, *parameters)
             if source is not None:
                 return (source, *(None for _ in call.inputs[1:]))
-        wide, back = widened(v)
+        wide, back = lifted_and_back(v)
         return (back(second(call, wide) * h * xi), *(None for _ in call.inputs[1:]))
 
     piecewise = second is None
@@ -264,11 +265,11 @@ def coordinatewise(
         """g′ once, whatever the number of seeds; a rectifier reads its mask as it goes."""
         if piecewise and fused is not None:
             return fused(call, y, value(call))
-        return first(call, widened(value(call))[0]).to(y.dtype) * y
+        return first(call, lifted_and_back(value(call))[0]).to(y.dtype) * y
 
     def bend_seeds(call: Call, pairs: Tensor) -> Tensor:
         assert second is not None
-        wide, back = widened(value(call))
+        wide, back = lifted_and_back(value(call))
         return back(second(call, wide) * pairs)
 
     return Rule(
@@ -285,14 +286,6 @@ def coordinatewise(
         seeded=broadcast(scale_seeds, None if piecewise else bend_seeds),
         diagonal=True,
     )
-
-
-def widened(value: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """16-bit values are computed with in float32; the second result casts back."""
-    if value.dtype in (torch.bfloat16, torch.float16):
-        dtype = value.dtype
-        return value.float(), lambda result: result.to(dtype)
-    return value, lambda result: result
 
 
 # ------------------------------------------------------------------------------ generic

@@ -20,7 +20,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from .. import sweeps
 from ..counting import Operations, recording, replayed
 from ..errors import RuleError
-from ..kernels import mode
+from ..kernels import for_compiler
 from ..plan.steps import Plan
 from . import inductor, nested
 from . import straight_line as flat_graph
@@ -90,7 +90,7 @@ def flatten(
                 results.append(leaf)
         return results
 
-    context = mode.for_compiler() if compiler else nullcontext()
+    context = for_compiler() if compiler else nullcontext()
     with recording() as operations, torch.no_grad(), context:
         # class weights and the like become constants of the graph, whose key knows them
         trace = make_fx(flat, tracing_mode="fake", _allow_non_fake_inputs=True)

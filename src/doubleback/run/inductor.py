@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from ..kernels.mode import BOUNDARY, opaque
+from ..kernels import BOUNDARY, opaque
 
 aten = torch.ops.aten
 

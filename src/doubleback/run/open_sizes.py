@@ -23,7 +23,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from .. import sweeps
 from ..counting import recording
 from ..graph import Graph, compile_sizes
-from ..kernels import mode
+from ..kernels import for_compiler
 from ..plan.steps import Plan
 from . import inductor, nested, straight_line
 from .bridge import First
@@ -154,7 +154,7 @@ class Variant:
             return results
 
         compiler = self.family.compiler
-        context = mode.for_compiler() if compiler else nullcontext()
+        context = for_compiler() if compiler else nullcontext()
         with recording() as operations, torch.no_grad(), context:
             trace = make_fx(flat, tracing_mode="symbolic", _allow_non_fake_inputs=True)
             graph = trace(*self.numbers, *examples)

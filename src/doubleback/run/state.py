@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..dtypes import accumulation
 from ..graph import Graph, map_refs
-from ..kernels.groups import statistics_dtype
 from ..plan.steps import Plan
 
 CACHE_SIZE = 64  # graphs and programs kept per module, oldest out first
@@ -94,4 +94,4 @@ def scale(weight: float, x: Tensor) -> Tensor | None:
     """The penalty's weight as a tensor, so that it may change from call to call; None for zero."""
     if weight == 0:
         return None
-    return torch.full((), weight, dtype=statistics_dtype(x), device=x.device)
+    return torch.full((), weight, dtype=accumulation(x.dtype), device=x.device)

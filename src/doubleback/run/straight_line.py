@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels.mode import direct, library
+from ..kernels import direct, library
 
 aten = torch.ops.aten
 

@@ -11,24 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..dtypes import lifted
 from ..errors import InputError
-
-HALF = (torch.bfloat16, torch.float16)
-
-
-def wide_dtype(t: Tensor) -> torch.dtype:
-    """The dtype to compute in: float32 for 16-bit numbers."""
-    return torch.float32 if t.dtype in HALF else t.dtype
-
-
-def widened(t: Tensor) -> Tensor:
-    """16-bit numbers as float32, all others as they are."""
-    return t.to(wide_dtype(t))
 
 
 def per_example(t: Tensor, batch_dims: int = 1) -> Tensor:
     """Sum over all but the first `batch_dims` axes, in float32 at least."""
-    wide = widened(t)
+    wide = lifted(t)
     return wide.reshape(*wide.shape[:batch_dims], prod(wide.shape[batch_dims:])).sum(-1)
 
 
@@ -77,7 +66,7 @@ class Space(ABC):
 
     def inner(self, u: Any, v: Any, batch_dims: int = 1) -> Tensor:
         """uᵀGv, one number for each index of the first `batch_dims` axes (0: one number)."""
-        return per_example(widened(u) * self.riesz_inverse(widened(v)), batch_dims)
+        return per_example(lifted(u) * self.riesz_inverse(lifted(v)), batch_dims)
 
     def norm(self, u: Any, batch_dims: int = 1) -> Tensor:
         """√⟨u, u⟩."""
@@ -102,7 +91,7 @@ class Space(ABC):
         total: Any = 0
         representers = []
         for g in gradients:
-            g = widened(g)
+            g = lifted(g)
             representer = self.riesz(g)
             total = total + per_example(g * representer)
             representers.append(representer)

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..dtypes import lifted
 from ..errors import InputError
-from .base import Euclidean, Space, Weighted, per_example, safe_sqrt, widened
+from .base import Euclidean, Space, Weighted, per_example, safe_sqrt
 from .grids import Grid
 
 
@@ -76,17 +77,17 @@ class Lp(Space):
 
     def norm(self, u: Tensor, batch_dims: int = 1) -> Tensor:
         """‖u‖."""
-        return _norm([widened(u)], self.measure, float(self.p), batch_dims)
+        return _norm([lifted(u)], self.measure, float(self.p), batch_dims)
 
     def dual_norm(self, g: Tensor, batch_dims: int = 1) -> Tensor:
         """‖g‖_*."""
-        return _norm([self.measure.riesz(widened(g))], self.measure, self.conjugate, batch_dims)
+        return _norm([self.measure.riesz(lifted(g))], self.measure, self.conjugate, batch_dims)
 
     def dual_square(self, gradients: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
         """(‖g‖²_*, ½∇‖g‖²_*): the gradient is the duality map, Σ gᵢjᵢ = ‖j‖² = ‖g‖²_*."""
         if self.p == 2:
             return super().dual_square(gradients)
-        densities = [self.measure.riesz(widened(g)) for g in gradients]
+        densities = [self.measure.riesz(lifted(g)) for g in gradients]
         size = _norm(densities, self.measure, self.conjugate, 1)
         return size.square(), self._duality_map(densities, size)
 

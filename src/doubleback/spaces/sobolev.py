@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ..dtypes import accumulation, lifted
 from ..errors import InputError
-from ..kernels.mode import library, recording
-from .base import Space, wide_dtype, widened
+from ..kernels import library, recording
+from .base import Space
 from .grids import check_axes, check_trailing, spacings
 
 BOUNDARIES = ("periodic", "neumann", "dirichlet")
@@ -82,7 +83,9 @@ class Sobolev(Space):
         if not torch.compiler.is_compiling() and recording():
             # made now: a tensor that the first replay makes could lie in a CUDA graph's memory
             with _disable_current_modes():
-                _multiplier(tuple(u.shape[-len(steps) :]), *options, wide_dtype(u), u.device)
+                _multiplier(
+                    tuple(u.shape[-len(steps) :]), *options, accumulation(u.dtype), u.device
+                )
         return torch.ops.doubleback.sobolev(u, *options)
 
     def riesz(self, g: Tensor) -> Tensor:
@@ -109,7 +112,7 @@ def _sobolev(
     n = len(spacing)
     axes = list(range(-n, 0))
     sizes = tuple(u.shape[-n:])
-    wide = widened(u)
+    wide = lifted(u)
     for axis, end in zip(axes, boundary.split(","), strict=True):
         if end != "periodic":
             mirrored = wide.flip(axis)

@@ -13,12 +13,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from doubleback.errors import InputError
-from doubleback.kernels.groups import statistics_dtype
-from doubleback.kernels.launch import Launch, available, jit, look, planned, tl, triton
+from ...dtypes import accumulation
+from ...errors import InputError
+from ..launch import Launch, available, jit, look, planned, tl, triton
 
 BLOCK = 1024
-BITS = 12  # of an exponent that `_integer_power` multiplies out
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -64,8 +63,8 @@ class _Plan(NamedTuple):
         size, out = z.numel(), torch.empty_like(z)
         if not size:
             return cls(None, None)
-        function, (a, b, c) = _resolve(name, *params)
-        wide = statistics_dtype(z) == torch.float64
+        function, (a, b, c) = TABLE[name][0], three(params)
+        wide = accumulation(z.dtype) == torch.float64
         launch = Launch(
             _curvature_kernel, (triton.cdiv(size, BLOCK),), (size,), SECOND=function, A=a, B=b, C=c,
             SIZE=BLOCK, ACC=tl.float64 if wide else tl.float32,
@@ -85,14 +84,9 @@ def _check(name: str, params: Sequence[float]) -> None:
         )
 
 
-def _resolve(name: str, *params: float) -> tuple[Any, tuple[float, float, float]]:
-    """g″ and its three constants; an integer power is multiplied out, so that z may be negative."""
-    a, b, c = (*(float(p) for p in params), 0.0, 0.0, 0.0)[:3]
-    if name == "pow" and a in (0, 1):
-        return _integer_power, (0.0, 0, 0)  # no curvature, not even at z = 0
-    if name == "pow" and a.is_integer() and abs(a - 2) < 1 << BITS:
-        return _integer_power, (a * (a - 1), abs(int(a) - 2), int(a < 2))
-    return TABLE[name][0], (a, b, c)
+def three(parameters: Sequence[float]) -> tuple[float, ...]:
+    """The parameters of a g″, which takes three constants, used or not."""
+    return (*(float(p) for p in parameters), 0.0, 0.0, 0.0)[:3]
 
 
 def _same_layout(t: Tensor, out: Tensor) -> bool:
@@ -144,18 +138,6 @@ def _silu(z, a, b, c):
 
 
 @jit
-def _sigmoid(y, a, b, c):
-    """y(1 − y)(1 − 2y)"""
-    return y * (1 - y) * (1 - 2 * y)
-
-
-@jit
-def _tanh(y, a, b, c):
-    """−2y(1 − y²)"""
-    return -2 * y * (1 - y * y)
-
-
-@jit
 def _softplus(z, beta, threshold, c):
     """βσ(βz)(1 − σ(βz)) below the threshold"""
     value = beta * tl.sigmoid(beta * z) * tl.sigmoid(-beta * z)
@@ -188,28 +170,9 @@ def _elu(z, alpha, scale, input_scale):
 
 
 @jit
-def _softsign(z, a, b, c):
-    """−2 sign(z)/(1 + |z|)³"""
-    d = 1 + tl.abs(z)
-    return tl.where(z < 0, 2.0, tl.where(z > 0, -2.0, 0.0)) / (d * d * d)
-
-
-@jit
 def _hardswish(z, a, b, c):
     """⅓ for |z| < 3"""
     return tl.where(tl.abs(z) < 3, 1, 0).to(z.dtype) / 3
-
-
-@jit
-def _exp(y, a, b, c):
-    """y"""
-    return y
-
-
-@jit
-def _log(z, a, b, c):
-    """−1/z²"""
-    return -1 / (z * z)
 
 
 @jit
@@ -224,68 +187,65 @@ def _cos(z, a, b, c):
     return -tl.cos(z)
 
 
-@jit
+# Those of + − × ÷ alone serve tensors as well.
+
+
+def _sigmoid(y, a, b, c):
+    """y(1 − y)(1 − 2y)"""
+    return y * (1 - y) * (1 - 2 * y)
+
+
+def _tanh(y, a, b, c):
+    """−2y(1 − y²)"""
+    return -2 * y * (1 - y * y)
+
+
+def _exp(y, a, b, c):
+    """y"""
+    return y
+
+
+def _log(z, a, b, c):
+    """−1/z²"""
+    return -1 / (z * z)
+
+
 def _sqrt(y, a, b, c):
     """−1/(4y³)"""
     return -0.25 / (y * y * y)
 
 
-@jit
 def _rsqrt(y, a, b, c):
     """¾y⁵"""
     return 0.75 * y * y * y * y * y
 
 
-@jit
 def _reciprocal(y, a, b, c):
     """2y³"""
     return 2 * y * y * y
 
 
-@jit
-def _square(z, a, b, c):
-    """2"""
-    return tl.full(z.shape, 2, z.dtype)
-
-
-@jit
-def _power(z, p, b, c):
-    """p(p − 1)zᵖ⁻², z > 0"""
-    return p * (p - 1) * tl.exp((p - 2) * tl.log(z))
-
-
-@jit
-def _integer_power(z, factor, exponent: tl.constexpr, inverse: tl.constexpr):
-    """factor·z^±exponent, by repeated squaring"""
-    value = tl.full(z.shape, 1, z.dtype)
-    square = z
-    for bit in tl.static_range(12):
-        if (exponent >> bit) & 1:
-            value *= square
-        square *= square
-    return factor / value if inverse else factor * value
-
+ARITHMETIC: dict[str, Any] = {
+    "sigmoid": _sigmoid,  # y
+    "tanh": _tanh,  # y
+    "exp": _exp,  # y
+    "log": _log,
+    "sqrt": _sqrt,  # y
+    "rsqrt": _rsqrt,  # y
+    "reciprocal": _reciprocal,  # y
+}
 
 # name: (g″, names of its parameters); y: from the output of g
 TABLE: dict[str, tuple[Any, ...]] = {
+    **{name: (jit(second),) for name, second in ARITHMETIC.items()},
     "gelu": (_gelu,),
     "gelu_tanh": (_gelu_tanh,),
     "silu": (_silu,),
-    "sigmoid": (_sigmoid,),  # y
-    "tanh": (_tanh,),  # y
     "softplus": (_softplus, "beta", "threshold"),
     "logsigmoid": (_logsigmoid,),
     "mish": (_mish,),
     "elu": (_elu, "alpha", "scale", "input_scale"),
-    "softsign": (_softsign,),
     "hardswish": (_hardswish,),
-    "exp": (_exp,),  # y
-    "log": (_log,),
     "sin": (_sin,),
     "cos": (_cos,),
-    "sqrt": (_sqrt,),  # y
-    "rsqrt": (_rsqrt,),  # y
-    "reciprocal": (_reciprocal,),  # y
-    "square": (_square,),
-    "pow": (_power, "exponent"),
 }

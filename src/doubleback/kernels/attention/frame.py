@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._C._functorch import peek_interpreter_stack  # pyright: ignore
 
-from ..errors import InputError
-from .attention_fused import Maybe, Residual
-from .groups import statistics_dtype
+from ...dtypes import accumulation, is_half
+from ...errors import InputError
+from .stock import Maybe, Residual
 
 # Scores per block: a CPU block stays near the cache, a CUDA block fills the device, and a traced
 # program, where every block becomes nodes of its own, has few blocks.
@@ -227,8 +227,7 @@ def frame(q, k, v, mask, is_causal, scale, enable_gqa) -> Frame:
     traced = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
     transformed = peek_interpreter_stack() is not None
     wrapped = torch.is_grad_enabled() or transformed
-    exact = statistics_dtype(q)
-    low = q.dtype in (torch.float16, torch.bfloat16)
+    exact = accumulation(q.dtype)
     return Frame(
         shape=(*batch, h * g) if max(q.dim(), k.dim(), v.dim()) > 2 else (),
         batch=batch,
@@ -241,7 +240,7 @@ def frame(q, k, v, mask, is_causal, scale, enable_gqa) -> Frame:
         causal=is_causal,
         scale=1 / math.sqrt(q.shape[-1]) if scale is None else float(scale),
         dtype=q.dtype,
-        work=q.dtype if low and q.is_cuda else exact,
+        work=q.dtype if is_half(q.dtype) and q.is_cuda else exact,
         exact=exact,
         traced=traced,
         eager=not (traced or wrapped),

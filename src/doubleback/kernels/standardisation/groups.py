@@ -5,16 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_functorch_wrapped_tensor
 
-from doubleback.errors import InputError
+from ...dtypes import accumulation
+from ...errors import InputError
+from ..mode import batched
 
 Three = tuple[Tensor | None, Tensor | None, Tensor | None]
-HALF = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -100,10 +100,6 @@ class Groups:
         return values.view(*shape, *[1] * (x.dim() - 2))
 
 
-def statistics_dtype(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
 def layout(groups: Groups, x: Tensor) -> torch.memory_format:
     """Channels-last for norms over channels where x is laid out so and not also contiguous."""
     if groups.kind == "rows" or batched():
@@ -112,29 +108,6 @@ def layout(groups: Groups, x: Tensor) -> torch.memory_format:
         if not x.is_contiguous() and x.is_contiguous(memory_format=form):
             return form
     return torch.contiguous_format
-
-
-def eager(*tensors: Tensor | None) -> bool:
-    """Whether these are plain tensors, computed with now and not recorded by a tracer."""
-    if torch.compiler.is_compiling():
-        return False
-    mode = torch._C._TorchDispatchModeKey
-    if any(torch._C._get_dispatch_mode(key) for key in (mode.FAKE, mode.FUNCTIONAL, mode.PROXY)):
-        return False
-    plain = (Tensor, torch.nn.Parameter)
-    wrapped = is_functorch_wrapped_tensor
-    return not batched() and all(
-        t is None or (type(t) in plain and not wrapped(t)) for t in tensors
-    )
-
-
-_BATCHED: Any = torch._C._parse_dispatch_key("VmapMode")
-
-
-def batched() -> bool:
-    """Whether a backward pass runs on many cotangents at once (`is_grads_batched`, `vectorize`):
-    PyTorch's older vmap, which no interpreter of torch.func knows of."""
-    return torch._C._dispatch_tls_is_dispatch_key_included(_BATCHED)
 
 
 class Point(NamedTuple):
@@ -148,7 +121,7 @@ class Point(NamedTuple):
 
     @classmethod
     def of(cls, groups, x, mean, rstd, weight) -> Point:
-        dtype = statistics_dtype(x)
+        dtype = accumulation(x.dtype)
         if mean is not None and mean.dtype != dtype:
             mean = mean.to(dtype)
         return cls(groups, x, mean, rstd if rstd.dtype == dtype else rstd.to(dtype), weight)

@@ -20,10 +20,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from ..errors import PatchError
+from ...errors import PatchError
 
 if TYPE_CHECKING:
-    from .attention_frame import Frame
+    from .frame import Frame
 
 aten = torch.ops.aten
 
