@@ -211,7 +211,8 @@ class Penalised(nn.Module):
                 outputs, loss_value, penalty, grads, mutated = self._step(
                     program, values, call.constants, own_loss, target, by, ends
                 )
-            deliver([(t, g) for t, g in zip(ends, grads, strict=True) if g is not None])
+            pairs = [(t, g) for t, g in zip(ends, grads, strict=True) if g is not None]
+            deliver(pairs, lent=self.cuda_graph and call.x[0].is_cuda)
         self._write_buffers(plan, prelude, mutated)
         prelude = {v: t.detach() for v, t in prelude.items()}
         return self._assemble(plan, outputs, prelude), loss_value, penalty

@@ -23,6 +23,7 @@ from ..penalties.kinds import LossGradient, Penalty
 from ..penalties.losses import Loss
 from ..plan.steps import Plan
 from ..rules import add
+from .cuda_graphs import users
 
 
 class First(NamedTuple):
@@ -135,7 +136,10 @@ class Program:
     ) -> tuple[list[Tensor], Tensor, Tensor, list[Tensor | None], dict[str, Tensor]]:
         """All four sweeps: (outputs, loss, penalty, gradients of loss + weight·penalty, buffers).
 
-        Without a weight this is a plain training step: forward and second sweep alone.
+        The loss is the mean over the rows of the output, the penalty is reduced over those of the
+        penalised input: of a network from atoms to molecules, one loss per molecule and one
+        penalty per atom. Without a weight this is a plain training step: forward and second sweep
+        alone.
         """
         plan, penalty = self.plan, self.penalty
         values = None
@@ -147,19 +151,20 @@ class Program:
             outputs, values, mutated, state = self.first(leaves, extra)
             assert state is not None
         out = state.values[plan.target]
-        batch = leaves[plan.penalised[0]].shape[0]
         grad_out, loss_value = None, torch.zeros((), device=out.device)
         if loss is not None:
-            loss_value = loss.values(out, target).mean()
+            losses = loss.values(out, target)
+            loss_value = losses.mean()
             shared = isinstance(penalty, LossGradient) and penalty.loss is loss
             gradient = penalty.seed(out, *extra) if shared else loss.gradient(out, target)
-            grad_out = gradient / batch
+            grad_out = gradient / losses.numel()
         grad_values = None
         penalty_value = torch.zeros((), device=out.device)
         if values is not None and weight is not None:
             penalty_value = penalty.reduce(values)
             per_value = weight.to(values.dtype).expand_as(values)
-            grad_values = per_value / batch if penalty.reduction == "mean" else per_value
+            mean = penalty.reduction == "mean"
+            grad_values = per_value / values.numel() if mean else per_value
         grads = self.last(state, extra, {plan.target: grad_out}, grad_values)
         return outputs, loss_value, penalty_value, grads, mutated
 
@@ -244,22 +249,26 @@ class Bridge(torch.autograd.Function):
         return (None, *found)
 
 
-def deliver(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+def deliver(pairs: Sequence[tuple[Tensor, Tensor]], lent: bool = False) -> None:
     """Add each gradient to its tensor's `.grad`, or send it on where the tensor is no leaf.
 
     Leaves that nobody watches get theirs at once, in a few kernels for all of them; hooks and
-    distributed training see the backward pass they expect.
+    distributed training see the backward pass they expect. What becomes a `.grad` is all that its
+    memory holds, and nobody else's: gradients that share memory with one another, with an input,
+    a buffer or an output are copied. lent: they lie in memory of their own that a CUDA graph will
+    write to again, and have owners there who know.
     """
     sums = {id(t): (t, g) for t, g in pairs}
     if len(sums) < len(pairs):  # a tensor stands in two places
         sums.clear()
         for t, g in pairs:
             sums[id(t)] = (t, sums[id(t)][1] + g if id(t) in sums else g)
+    found = _owned(list(sums.values()), lent)
     plain, rest = [], []
     watched = torch.distributed.is_available() and torch.distributed.is_initialized()
-    for t, g in sums.values():
+    for t, g in found:
         hooks = t._backward_hooks or getattr(t, "_post_accumulate_grad_hooks", None)
-        alike = g.dtype == t.dtype and g.stride() == t.stride()
+        alike = _plain(g) and g.dtype == t.dtype and g.stride() == t.stride()
         (rest if watched or hooks or not t.is_leaf or not alike else plain).append((t, g))
     if rest:
         torch.autograd.backward([t for t, _ in rest], [g for _, g in rest])
@@ -267,13 +276,36 @@ def deliver(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         old = [(t.grad, g) for t, g in plain if t.grad is not None]
         if old:
             torch._foreach_add_([a for a, _ in old], [g for _, g in old])  # type: ignore[attr-defined]
-        new = [(t, g) for t, g in plain if t.grad is None]
-        places = [g.untyped_storage().data_ptr() for _, g in new]
-        users = Counter(places)
-        shared = [users[place] > 1 for place in places]
-        own = iter(copies([g for (_, g), copy in zip(new, shared, strict=True) if copy]))
-        for (t, g), copy in zip(new, shared, strict=True):
-            t.grad = next(own) if copy else g
+        for t, g in plain:
+            if t.grad is None:
+                t.grad = g
+
+
+def _owned(pairs: list[tuple[Tensor, Tensor]], lent: bool) -> list[tuple[Tensor, Tensor]]:
+    """The same, each gradient alone in its memory. A leaf whose `.grad` exists already only reads
+    its gradient, which stays as it is."""
+    places = [g.untyped_storage()._cdata if _plain(g) else i for i, (_, g) in enumerate(pairs)]
+    count = Counter(places)
+    shared = [
+        (count[place] > 1 or not (lent or _alone(g))) and not (t.is_leaf and t.grad is not None)
+        for place, (t, g) in zip(places, pairs, strict=True)
+    ]
+    own = iter(copies([g for (_, g), copy in zip(pairs, shared, strict=True) if copy]))
+    return [(t, next(own) if copy else g) for (t, g), copy in zip(pairs, shared, strict=True)]
+
+
+def _plain(t: Tensor) -> bool:
+    """Autograd delivers anything else, and copies what it must."""
+    return type(t) is Tensor and t.layout is torch.strided
+
+
+def _alone(t: Tensor) -> bool:
+    """Whether a tensor fills its storage, and no other tensor refers to that."""
+    if not _plain(t):
+        return True
+    storage = t.untyped_storage()
+    fills = storage.nbytes() == t.numel() * t.element_size()
+    return fills and users(storage._cdata) <= 2  # the tensor's and `storage`'s own
 
 
 def _keeps_graph() -> bool:
