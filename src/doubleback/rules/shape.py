@@ -282,15 +282,17 @@ def rules() -> Iterator[tuple[Any, Rule]]:
         "movedim.intlist", "movedim.int", "swapaxes.default", "cumsum.default",
         "channel_shuffle.default",
         "gather.default", "index_select.default", "index.Tensor", "embedding.default",
-        "take_along_dim.default", "index_add.default", "scatter_add.default",
-        "select_scatter.default", "slice_scatter.default", "index_copy.default",
-        "scatter.src", "masked_scatter.default", "trace.default", "broadcast_to.default",
+        "take_along_dim.default", "trace.default", "broadcast_to.default",
         "real.default", "imag.default",
         "expand_as.default", "lerp.Scalar", "fft_fft.default",
         "fft_ifft.default", "fft_rfft.default", "fft_irfft.default", "fft_fft2.default",
         "fft_ifft2.default", "fft_rfft2.default", "fft_irfft2.default", "fft_fftn.default",
         "fft_ifftn.default", "fft_rfftn.default", "fft_irfftn.default", "fft_fftshift.default",
         "fft_ifftshift.default",
+    ]  # fmt: skip
+    writing = [
+        "index_add.default", "scatter_add.default", "select_scatter.default",
+        "slice_scatter.default", "index_copy.default", "scatter.src", "masked_scatter.default",
     ]  # fmt: skip
     identical = [
         "clone.default", "contiguous.default", "alias.default", "lift_fresh_copy.default",
@@ -330,6 +332,7 @@ def rules() -> Iterator[tuple[Any, Rule]]:
         _overwrite(1): ["copy.default", "fill.Tensor"],
         _identity_on_first(): identical,
         _gather_like(): by_reverse_mode,
+        linear(writes=True): writing,
         _resampling(InvertibleDownsampling): ["pixel_unshuffle.default"],
         _resampling(InvertibleUpsampling): ["pixel_shuffle.default"],
         _stop(): stopped,
