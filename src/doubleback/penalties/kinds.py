@@ -52,7 +52,13 @@ class _Draws(TorchDispatchMode):
 
 
 class Penalty(ABC):
-    """What `Penalised` asks of a penalty; see the module's docstring."""
+    """What `Penalised` asks of a penalty; see the module's docstring.
+
+    An example is a row of the penalised input, along its first axis; several inputs have as many
+    rows each. The output may have other rows (atoms in, molecules out): p then measures, for each
+    row of the input, the derivative of ⟨v, out⟩ summed over all rows of the output, and the mean
+    is that over the input's rows.
+    """
 
     extras: int = 0
     varying: bool = False
@@ -120,8 +126,16 @@ class Penalty(ABC):
         return [self.oracle_seed(out, *extra)]
 
     def check(self, out_shape: Sequence[int], x: Sequence[Tensor], *extra: Any) -> None:
-        """Raise an `InputError` where the arguments do not fit; nothing to check by default."""
-        return None
+        """Raise an `InputError` where the arguments do not fit: here, where several inputs do not
+        have one row per example each. A penalty of your own calls this one first."""
+        shapes = [tuple(t.shape) for t in x]
+        if len({shape[:1] for shape in shapes}) > 1:
+            raise InputError(
+                f"wrt names inputs of different leading sizes, {shapes}, but {type(self).__name__} "
+                "measures example by example, one row of each; penalise one of them, or take the "
+                "gradients themselves from db.WithGradient(net, wrt=...) and write the penalty in "
+                "plain PyTorch"
+            )
 
     def fingerprint(self) -> Hashable | None:
         """A key of all that the numbers depend on: class, attributes, norm, space and loss; None
@@ -184,6 +198,7 @@ class LossGradient(Penalty):
         return self.loss.hessian(out, extra[0], h)
 
     def check(self, out_shape: Sequence[int], x: Sequence[Tensor], *extra: Any) -> None:
+        super().check(out_shape, x, *extra)
         self.loss.check(out_shape, extra[0])
 
 
@@ -208,6 +223,7 @@ class _Entry(Penalty):
         return v.expand(out.shape).contiguous()
 
     def check(self, out_shape: Sequence[int], x: Sequence[Tensor], *extra: Any) -> None:
+        super().check(out_shape, x, *extra)
         entry = tuple(out_shape[1:])
         name = type(self).__name__
         if self.index is None:
@@ -295,6 +311,7 @@ class BilinearForm(Penalty):
         return torch.stack([per_example(u * q) for u, q in zip(xi, along, strict=True)]).sum(0)
 
     def check(self, out_shape: Sequence[int], x: Sequence[Tensor], *extra: Any) -> None:
+        super().check(out_shape, x, *extra)
         w, q = extra
         if not isinstance(w, Tensor) or tuple(w.shape) != tuple(out_shape):
             shape = tuple(w.shape) if isinstance(w, Tensor) else type(w).__name__
