@@ -401,7 +401,9 @@ def _parts(xi: Any, outputs: Sequence[Tensor], many: bool) -> Sequence[Tensor | 
 
 
 def _seed(out: Tensor, xi: Tensor | None) -> Tensor:
-    seed = torch.zeros_like(out) if xi is None else xi.detach()
+    # the pull-back is linear, its derivative the same at any ξ; some are written with logarithms or
+    # quotients of ξ, which have none at zero
+    seed = torch.ones_like(out) if xi is None else xi.detach()
     return seed.requires_grad_()
 
 
