@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
 from .. import sweeps
@@ -240,12 +241,10 @@ class Bridge(torch.autograd.Function):
             weights = None if penalty is None else program.penalty.unreduce(penalty, ctx.batch)
             seeds = dict(zip(program.plan.outputs, outputs, strict=True))
             found = program.last(ctx.state, ctx.job.extra, seeds, weights, keep=keep)
-        if not keep:
-            ctx.state = None
         if torch.is_grad_enabled():
-            found = _forbid_third(found, ctx.inputs)
+            found = _differentiable(found, ctx, penalty, outputs)
         if not keep:
-            ctx.inputs = None
+            ctx.state = ctx.inputs = None
         return (None, *found)
 
 
@@ -331,18 +330,92 @@ def _check_versions(versions: Sequence[tuple[Tensor, int]]) -> None:
             )
 
 
+# ------------------------------------------------------------- gradients of the gradients
+#
+# The gradients are linear in what arrived at the penalty, ḡ, so they have a derivative there: with
+# R_b the penalty of example b, ∂⟨c, Σ_b ḡ_b ∇R_b⟩/∂ḡ_b = ⟨c, ∇R_b⟩, one more pair of sweeps for a
+# reduced penalty. That is the hypergradient of a penalty's weight. In x and the parameters it would
+# be a third derivative; in what arrived at the outputs a tangent along parameters. Neither is one of
+# the four sweeps.
+
+
+def _differentiable(
+    grads: Sequence[Tensor | None], ctx: Any, penalty: Tensor | None, outputs: Sequence
+) -> list[Tensor | None]:
+    """The gradients, attached to what they depend on."""
+    others = [t for t in (*ctx.inputs, *outputs) if t is not None and t.requires_grad]
+    places = [i for i, g in enumerate(grads) if g is not None]
+    end = _NoThird.apply(*others) if others else None
+    if not places or (end is None and (penalty is None or not penalty.requires_grad)):
+        return list(grads)
+    found = _Linear.apply(ctx, places, penalty, end, *(grads[i] for i in places))
+    result: list[Tensor | None] = [None] * len(grads)
+    for i, g in zip(places, found, strict=True):  # type: ignore[call-overload]
+        result[i] = g
+    return result
+
+
+class _Linear(torch.autograd.Function):
+    """Gradients as functions of the penalty's ḡ; `end` stands for all else they depend on."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, bridge: Any, places: list[int], penalty: Any, end: Any, *grads: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.bridge, ctx.places, ctx.end = bridge, places, None if end is None else end.detach()
+        ctx.like = None if penalty is None else penalty.detach()
+        ctx.set_materialize_grads(False)
+        return tuple(g.detach() for g in grads)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *along: Tensor | None) -> tuple[Tensor | None, ...]:
+        bridge, like = ctx.bridge, ctx.like
+        grad = None
+        if ctx.needs_input_grad[2]:
+            if bridge.state is None:
+                raise StaleGraphError(
+                    "the sweeps' values were freed; pass retain_graph=True to the first backward"
+                )
+            _check_versions(bridge.versions)
+            grad = torch.zeros_like(like)
+            units = torch.eye(like.numel(), dtype=like.dtype, device=like.device)
+            for place, unit in zip(grad.view(-1), units, strict=True):
+                place.copy_(_paired(bridge, unit.reshape(like.shape), ctx.places, along))
+        return (None, None, grad, ctx.end, *(None for _ in along))
+
+
+def _paired(
+    bridge: Any, seed: Tensor, places: Sequence[int], along: Sequence[Tensor | None]
+) -> Tensor | float:
+    """⟨c, ∇⟨seed, R⟩⟩ over all gradients."""
+    program = bridge.job.program
+    with _no_autocast():
+        weights = program.penalty.unreduce(seed, bridge.batch)
+        none = dict.fromkeys(program.plan.outputs)
+        found = program.last(bridge.state, bridge.job.extra, none, weights, keep=True)
+    pairs = [
+        (found[i], c)
+        for i, c in zip(places, along, strict=True)
+        if c is not None and found[i] is not None
+    ]
+    total: Any = 0.0
+    for g, c in pairs:
+        total = total + (g.conj() * c).real.sum().to(seed.dtype)
+    return total
+
+
 class _NoThird(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, grad: Tensor, *inputs: Tensor) -> Tensor:
-        return grad.detach()
+    def forward(ctx: Any, *inputs: Tensor) -> Tensor:
+        return torch.zeros((), device=inputs[0].device)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, ...]:
         raise ThirdDerivativeError(
             "the gradient of a gradient penalty's gradient is a third derivative, which the four "
-            "sweeps do not give; use stock autograd (create_graph=True) on the network itself"
+            "sweeps do not give, in the parameters, in x, and in anything that the gradient of the "
+            "output was made of; in the weight of the penalty it is there, from "
+            "torch.autograd.grad(…, weight). For all else use stock autograd (create_graph=True) "
+            "on the network itself"
         )
-
-
-def _forbid_third(grads: Sequence[Tensor | None], inputs: Sequence[Tensor]) -> list[Tensor | None]:
-    return [None if g is None else _NoThird.apply(g, *inputs) for g in grads]  # type: ignore[misc]
