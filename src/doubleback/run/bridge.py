@@ -335,7 +335,7 @@ def _check_versions(versions: Sequence[tuple[Tensor, int]]) -> None:
 # The gradients are linear in what arrived at the penalty, ḡ, so they have a derivative there: with
 # R_b the penalty of example b, ∂⟨c, Σ_b ḡ_b ∇R_b⟩/∂ḡ_b = ⟨c, ∇R_b⟩, one more pair of sweeps for a
 # reduced penalty. That is the hypergradient of a penalty's weight. In x and the parameters it would
-# be a third derivative; in what arrived at the outputs a tangent along parameters. Neither is one of
+# be a third derivative; in what arrived at the outputs a tangent along parameters. Neither is among
 # the four sweeps.
 
 
@@ -387,21 +387,18 @@ class _Linear(torch.autograd.Function):
 
 def _paired(
     bridge: Any, seed: Tensor, places: Sequence[int], along: Sequence[Tensor | None]
-) -> Tensor | float:
+) -> Tensor:
     """⟨c, ∇⟨seed, R⟩⟩ over all gradients."""
     program = bridge.job.program
     with _no_autocast():
         weights = program.penalty.unreduce(seed, bridge.batch)
         none = dict.fromkeys(program.plan.outputs)
         found = program.last(bridge.state, bridge.job.extra, none, weights, keep=True)
-    pairs = [
-        (found[i], c)
-        for i, c in zip(places, along, strict=True)
-        if c is not None and found[i] is not None
-    ]
-    total: Any = 0.0
-    for g, c in pairs:
-        total = total + (g.conj() * c).real.sum().to(seed.dtype)
+    total = seed.new_zeros(())
+    for i, c in zip(places, along, strict=True):
+        g = found[i]
+        if g is not None and c is not None:
+            total = total + (g.conj() * c).real.sum().to(seed.dtype)
     return total
 
 
