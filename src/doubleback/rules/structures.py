@@ -94,7 +94,7 @@ def _zeros(call: Call, writes: bool) -> list[Any]:
         zeros(meta) if meta.differentiable else value
         for meta, value in zip(call.metas, call.inputs, strict=True)
     ]
-    return [_base(given[0]), *given[1:]] if writes else given
+    return [_base(given[0]), *given[1:]] if writes else given  # type: ignore[arg-type]
 
 
 def _apply_to_tangents(call: Call, q: Tensors, writes: bool = False) -> Any:

@@ -25,6 +25,7 @@ from ..penalties.losses import Loss
 from ..plan.steps import Plan
 from ..rules import add
 from .cuda_graphs import users
+from .distributed import average, refuse_inside_forward, several
 
 
 class First(NamedTuple):
@@ -252,11 +253,15 @@ def deliver(pairs: Sequence[tuple[Tensor, Tensor]], lent: bool = False) -> None:
     """Add each gradient to its tensor's `.grad`, or send it on where the tensor is no leaf.
 
     Leaves that nobody watches get theirs at once, in a few kernels for all of them; hooks and
-    distributed training see the backward pass they expect. What becomes a `.grad` is all that its
-    memory holds, and nobody else's: gradients that share memory with one another, with an input,
-    a buffer or an output are copied. lent: they lie in memory of their own that a CUDA graph will
-    write to again, and have owners there who know.
+    distributed training see the backward pass they expect, and what `DistributedDataParallel`
+    would have averaged behind its forward is averaged here. What
+    becomes a `.grad` is all that its memory holds, and nobody else's: gradients that share memory
+    with one another, with an input, a buffer or an output are copied. lent: they lie in memory of
+    their own that a CUDA graph will write to again, and have owners there who know.
     """
+    together = several()
+    if together:
+        refuse_inside_forward()
     sums = {id(t): (t, g) for t, g in pairs}
     if len(sums) < len(pairs):  # a tensor stands in two places
         sums.clear()
@@ -278,6 +283,8 @@ def deliver(pairs: Sequence[tuple[Tensor, Tensor]], lent: bool = False) -> None:
         for t, g in plain:
             if t.grad is None:
                 t.grad = g
+    if together:
+        average(t for t, _ in found)
 
 
 def _owned(pairs: list[tuple[Tensor, Tensor]], lent: bool) -> list[tuple[Tensor, Tensor]]:
