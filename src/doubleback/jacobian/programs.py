@@ -301,10 +301,8 @@ class SpectralProgram(Phases):
             found, q = self.penalty.measure(xi)
             if by is None:
                 return found, {}
-            start = {
-                x: (by.reshape(-1, *(1,) * (u.dim() - 1)) * u).to(u.dtype)
-                for x, u in zip(self.plan.penalised, q, strict=True)
-            }
+            along = self.penalty.weighted(q, xi, by)
+            start = dict(zip(self.plan.penalised, along, strict=True))
             return found, sweeps.tangent(self.plan, state, start)[1]
 
         key = ("measure", weight is None)

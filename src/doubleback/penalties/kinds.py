@@ -28,9 +28,10 @@ from ..graph import draws
 from ..spaces import per_example
 from .fingerprint import fingerprint
 from .losses import Loss, make_loss, refuse_others
-from .norms import SquaredNorm, as_norm
+from .norms import PER_EXAMPLE, SquaredNorm, as_norm
 
 REDUCTIONS = ("mean", "sum", "none")
+_MANY_SEEDS = f"{__package__}.jacobian"  # where the penalties with many seeds are
 
 
 class _Draws(TorchDispatchMode):
@@ -91,6 +92,29 @@ class Penalty(ABC):
     def value(self, xi: Sequence[Tensor], *extra: Tensor) -> Tensor:
         """p per example, differentiably: what the autograd oracle uses."""
         return self.norm.value(xi)
+
+    @property
+    def coupled(self) -> bool:
+        """Whether the values of several examples may depend on one another's ξ and are weighted
+        differently: then Σ_b ḡ_b ∇p_b is not ḡ⊙∇Σp, and has to be taken with ḡ at hand."""
+        own = type(self).__module__ in (__name__, _MANY_SEEDS) and type(self.norm) in PER_EXAMPLE
+        return self.reduction == "none" and not own
+
+    def weighted(
+        self, q0: Sequence[Tensor], xi: Sequence[Tensor], weights: Tensor, *extra: Any
+    ) -> list[Tensor]:
+        """Σ_b ḡ_b ∇p_b; q0: ∇Σ_b p_b. ξ is read where the penalty is `coupled`."""
+        if not self.coupled:
+            shaped = (weights.reshape(-1, *(1,) * (q.dim() - 1)) for q in q0)
+            return [(by * q).to(q.dtype) for by, q in zip(shaped, q0, strict=True)]
+        with torch.enable_grad():
+            leaves = [u.detach().requires_grad_() for u in xi]
+            values = self.value(leaves, *extra)
+            if not values.requires_grad:
+                return [torch.zeros_like(u) for u in xi]
+            along = weights.to(values.dtype)
+            grads = torch.autograd.grad(values, leaves, along, allow_unused=True)
+        return [torch.zeros_like(u) if g is None else g for u, g in zip(xi, grads, strict=True)]
 
     def pull(
         self, asked: Sequence[int], out: Tensor, h: Tensor | None, xi: Sequence[Tensor],

@@ -64,7 +64,7 @@ class Program:
             for v, u in zip(plan.penalised, xi, strict=True)
         ]
         values, state.q0 = penalty.measure(xi, *extra)
-        if self.asked:
+        if self.asked or penalty.coupled:
             state.xi[sweeps.INPUTS] = xi
         return First(outputs, values, mutated, state if keep else None)
 
@@ -87,15 +87,14 @@ class Program:
         gamma: dict[int, Tensor] = {}
         own: list[Tensor | None] = [None] * len(self.asked)
         if grad_values is not None:
-            start = {
-                v: (grad_values.reshape(-1, *(1,) * (q.dim() - 1)) * q).to(q.dtype)
-                for v, q in zip(plan.penalised, state.q0, strict=True)
-            }
+            xi = state.xi.get(sweeps.INPUTS, ())
+            q0 = penalty.weighted(state.q0, xi, grad_values, *extra)
+            start = dict(zip(plan.penalised, q0, strict=True))
             if not keep:
                 state.q0 = []
             h, gamma = sweeps.tangent(plan, state, start, keep=keep, watch=watch)
             if self.asked:
-                out, xi = state.values[plan.target], state.xi[sweeps.INPUTS]
+                out = state.values[plan.target]
                 own = penalty.pull(self.asked, out, h, xi, grad_values, *extra)
             if plan.needs_head_tangent and h is not None and plan.target in plan.trained:
                 head = penalty.head(state.values[plan.target], h, *extra)
