@@ -40,6 +40,7 @@ from .plan.steps import Plan, make_plan
 from .run.bridge import Bridge, Job, Program, _no_autocast, deliver
 from .run.cuda_graphs import GraphedStep
 from .run.flattening import FlattenedProgram, Replay
+from .state_dicts import accept_plain_keys
 
 _TRANSIENT = (
     "_graphs", "_programs", "_graphed", "_losses", "_found_owners", "_carried", "_warned",
@@ -104,6 +105,7 @@ class Penalised(nn.Module):
             raise InputError(
                 f"penalty must be one of doubleback's penalties (an instance), not {penalty!r}"
             )
+        self.register_load_state_dict_pre_hook(accept_plain_keys)
         self.net = net
         self.penalty = penalty
         self.compile_mode = compile
