@@ -195,6 +195,8 @@ def _table() -> dict[str, list[Callable[[], tuple]]]:
         add(name, _r(2, 4), 1, False)
     add("logsumexp.default", _r(2, 3, 4), [1])
     add("logsumexp.default", _r(2, 3, 4), [0, 2], True)
+    add("logcumsumexp.default", _r(2, 3, 4), 1)
+    add("logcumsumexp.default", 30 * _r(2, 7), -1)
 
     add("layer_norm.default", _r(2, 3, 4), [4], *_norm_affine(4))
     add("layer_norm.default", _r(2, 3, 4), [3, 4])

@@ -25,7 +25,7 @@ class Replayed:
             place.fill_(value + i)
         grads = self.lent.hand_out()
         assert grads[-2] is None
-        deliver([(t, g) for t, g in zip(owners, grads, strict=True) if g is not None])
+        deliver([(t, g) for t, g in zip(owners, grads, strict=True) if g is not None], True)
 
 
 @pytest.fixture

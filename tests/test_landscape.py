@@ -246,6 +246,34 @@ def test_penalties_and_their_slopes_are_those_of_autograd(case, kind):
         assert close(float(curve.slope(t, example)), slope, tolerance)
 
 
+@pytest.mark.parametrize("case", ["relu, weight", "relu, input", "residual, norm"])
+def test_a_jacobian_is_the_sum_over_its_outputs(case):
+    net, x, along, _, path = followed(case)
+    curve = L.penalty(path, db.Jacobian())
+    some = L.penalty(path, db.Jacobian(entries=[1]))
+    assert curve.value.exact
+    generator = torch.Generator().manual_seed(1)
+    for piece in torch.randperm(len(path.start), generator=generator)[:6].tolist():
+        start, end, example = path.start[piece], path.end[piece], int(path.example[piece])
+        t = start + (end - start) * torch.rand((), generator=generator, dtype=torch.float64)
+        own = x[example : example + 1]
+        parts = [oracle(net, own, along, float(t), i) for i in range(2)]
+        assert close(float(curve.value(t, example)), sum(value for value, _ in parts))
+        assert close(float(curve.slope(t, example)), sum(slope for _, slope in parts))
+        assert close(float(some.value(t, example)), parts[1][0])
+
+
+@pytest.mark.parametrize(
+    "of",
+    [db.Jacobian(of="softmax"), db.Jacobian(projections=1), db.SpectralNorm(),
+     db.Custom(lambda out: out)],
+)  # fmt: skip
+def test_penalties_whose_seed_is_not_known_are_refused(of):
+    _, _, _, _, path = followed("relu, weight")
+    with pytest.raises(db.InputError, match="landscape is of OutputGradient"):
+        L.penalty(path, of)
+
+
 @pytest.mark.parametrize("kind", PENALTIES)
 @pytest.mark.parametrize("case", ["relu, weight", "prelu, all layers", "residual, first filter"])
 def test_penalties_are_those_of_the_engine(case, kind):

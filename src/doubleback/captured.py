@@ -12,13 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from .capture import Arguments, capture_of, find_graph, only_one, plain, take_apart
-from .errors import CaptureError, InputError, refuse_unused, warn
+from .errors import CaptureError, InputError, RuleError, refuse_unused, warn
 from .graph import Graph, Meta
 from .plan.steps import Plan, make_plan
 from .run.bridge import no_autocast
 from .run.flattening import FlattenedProgram, Replay
 from .run.open_sizes import Family, OpenProgram
 from .run.state import read_state, remember, write_state
+from .state_dicts import accept_plain_keys
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,7 @@ class CapturedModule(nn.Module):
         recompute: bool | None,
     ) -> None:
         super().__init__()
+        self.register_load_state_dict_pre_hook(accept_plain_keys)
         if not isinstance(net, nn.Module):
             raise InputError(f"net must be an nn.Module, not {type(net).__name__}")
         if isinstance(net, nn.parallel.DistributedDataParallel):
@@ -82,12 +84,15 @@ class CapturedModule(nn.Module):
         self._families: dict[Any, tuple[Graph, Family]] = {}
         self._programs: dict[Any, Any] = {}
         self._warned = False
+        self._refusal: CaptureError | None = None
         self._run: Callable | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {n: v for n, v in self.__dict__.items() if n not in self._transient}
 
-    _transient = frozenset(("_bound", "_plans", "_families", "_programs", "_warned", "_run"))
+    _transient = frozenset(
+        ("_bound", "_plans", "_families", "_programs", "_warned", "_refusal", "_run")
+    )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -135,18 +140,18 @@ class CapturedModule(nn.Module):
             try:
                 result = capture_of(self.net, self.output)(self.net, swept, args, kwargs)
                 return True, call.with_own(result)
-            except CaptureError:
+            except CaptureError as error:
                 if self.strict:
                     raise
+                self._refusal = error
                 return False, None
 
     def _on_autograd(self, run: Callable[[], Any]) -> Any:
         """The network's call on autograd; it is said once why, after it succeeded."""
         result = run()
-        error = capture_of(self.net, self.output).refusal
-        if error is not None and not self._warned:
+        if self._refusal is not None and not self._warned:
             self._warned = True
-            warn(f"{error}\n  Until then it runs on autograd.")
+            warn(f"{self._refusal}\n  Until then it runs on autograd.")
         return result
 
     def _find(self, call: Arguments) -> Site:
@@ -205,10 +210,13 @@ class CapturedModule(nn.Module):
         key = (id(site.open), site.penalised, wanted, varying, self.recompute)
         _, plan = self._plans.get(key, (None, None))
         if plan is None:
-            plan = make_plan(
-                site.graph, site.penalised, site.target, wanted,
-                varying_seed=varying, recompute=self.recompute,
-            )  # fmt: skip
+            try:
+                plan = make_plan(
+                    site.graph, site.penalised, site.target, wanted,
+                    varying_seed=varying, recompute=self.recompute,
+                )  # fmt: skip
+            except RuleError as error:  # an operator that draws and has no rule
+                raise CaptureError(str(error)) from error
             remember(self._plans, key, (site.open, plan))
         return plan.at(site.graph)
 

@@ -209,7 +209,7 @@ class Penalised(CapturedModule):
             )
         # what lies before the sweeps receives its gradient under no_grad and inference_mode too
         with torch.inference_mode(False), no_autocast():
-            deliver(pairs)
+            deliver(pairs, lent=self.cuda_graph and call.x[0].is_cuda)
         return result, found[0], found[1]
 
     def _step(

@@ -264,7 +264,7 @@ def _run(program: JacobianProgram, size: int) -> Run:
             bank = program.candidate.bank(swept.state)[:size]
             found.kept = meter.live
             out = swept.values[program.plan.target]
-            weight = program._weight(out)
+            weight = program._weight(leaves, out)
             found.fixed_written = meter.written
             result, found.part_flops, found.part_operations, peak = phase(
                 lambda: program._part(swept, bank, weight, {})

@@ -129,10 +129,11 @@ class Phases(Program, ABC):
         """The weight of each example in the reduced penalty."""
         return 1 / batch if self.penalty.reduction == "mean" else 1.0
 
-    def _weight(self, like: Tensor) -> Tensor:
-        batch = like.shape[0]
-        dtype = accumulation(like.dtype).to_real()
-        return torch.full((batch,), self._base(batch), dtype=dtype, device=like.device)
+    def _weight(self, leaves: Mapping[int, Tensor], out: Tensor) -> Tensor:
+        """The same for every example: a row of the penalised input, whatever rows `out` has."""
+        batch = leaves[self.plan.penalised[0]].shape[0]
+        dtype = accumulation(out.dtype).to_real()
+        return torch.full((batch,), self._base(batch), dtype=dtype, device=out.device)
 
     def _shared(self, state: sweeps.State) -> dict[Any, Tensor]:
         """What every chunk of seeds reads beside the network's values."""
@@ -159,7 +160,7 @@ class JacobianProgram(Phases):
         out = swept.values[self.plan.target]
         swept.bank = self.candidate.bank(swept.state)
         now = keep and self.penalty.reduction != "none"
-        values, swept.sources = self._sweep(swept, self._weight(out) if now else None)
+        values, swept.sources = self._sweep(swept, self._weight(leaves, out) if now else None)
         return First(outputs, values, mutated, swept if keep else None)
 
     def step(self, leaves, extra, loss, target, weight) -> tuple:
@@ -252,7 +253,7 @@ class SpectralProgram(Phases):
         out = swept.values[self.plan.target]
         swept.bank = self._direction(swept, out, keep)
         now = keep and self.penalty.reduction != "none"
-        values, swept.sources = self._measure(swept, self._weight(out) if now else None)
+        values, swept.sources = self._measure(swept, self._weight(leaves, out) if now else None)
         return First(outputs, values, mutated, swept if keep else None)
 
     def _direction(self, swept: Swept, out: Tensor, keep: bool) -> Tensor:
@@ -300,10 +301,8 @@ class SpectralProgram(Phases):
             found, q = self.penalty.measure(xi)
             if by is None:
                 return found, {}
-            start = {
-                x: (by.reshape(-1, *(1,) * (u.dim() - 1)) * u).to(u.dtype)
-                for x, u in zip(self.plan.penalised, q, strict=True)
-            }
+            along = self.penalty.weighted(q, xi, by)
+            start = dict(zip(self.plan.penalised, along, strict=True))
             return found, sweeps.tangent(self.plan, state, start)[1]
 
         key = ("measure", weight is None)

@@ -77,7 +77,8 @@ class Segment:
         """e⟨i⟩ for i in `index` at the end of the body."""
         if self.read is not None:
             picked = state.values[self.read.weight].index_select(0, index)
-            return picked[:, None].expand(-1, self.batch, -1)
+            rows = self.body.graph.shape(self.body.target)[0]  # a network may pool its examples
+            return picked[:, None].expand(-1, rows, -1)
         return self._units(self.stop, index)
 
     def pull(

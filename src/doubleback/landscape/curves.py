@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
+from ..penalties.jacobian import Jacobian, SpectralNorm
 from ..penalties.kinds import LossGradient, OutputGradient, Penalty
 from ..penalties.losses import SquaredError
 from ..penalties.norms import SquaredNorm
@@ -151,9 +152,9 @@ def gradient(
 def penalty(path: Path, of: Penalty, *extra: Tensor) -> Curve:
     """R(t) = p(J*v) of every example and its derivative along the path.
 
-    of: `OutputGradient`, `LossGradient`, or any whose v does not depend on the output;
-    extra: labels or targets of the whole batch, as in `Penalised`. Jacobian-squared penalties of
-    a linear output and of the squared error are polynomials on each piece (`exact`).
+    of: `OutputGradient`, `LossGradient`, `Jacobian` of the output, or any whose v does not depend
+    on the output; extra: labels or targets of the whole batch, as in `Penalised`. Jacobian-squared
+    penalties of a linear output and of the squared error are polynomials on each piece (`exact`).
 
     >>> from torch import nn
     >>> import doubleback as db
@@ -162,10 +163,11 @@ def penalty(path: Path, of: Penalty, *extra: Tensor) -> Curve:
     >>> float(db.landscape.penalty(path, db.OutputGradient()).slope.coefficients.abs().max())
     0.0
     """
-    if of.varying and not isinstance(of, LossGradient):
+    searched = isinstance(of, SpectralNorm) or (isinstance(of, Jacobian) and not of.unit_seeds)
+    if searched or (of.varying and not isinstance(of, LossGradient)):
         raise InputError(
-            f"{type(of).__name__} has a seed that depends on the output in a way that is not "
-            "known here; use OutputGradient or LossGradient"
+            f"{of} has a seed that is drawn, iterated or made from the output in a way that is not "
+            "known here; a landscape is of OutputGradient, LossGradient, GradientMatch or Jacobian"
         )
     shape = (path.examples, *path.program.graph.shape(path.program.out)[1:])
     of.check(shape, [path.x], *extra)
@@ -174,11 +176,13 @@ def penalty(path: Path, of: Penalty, *extra: Tensor) -> Curve:
     def sample(jets: Jets, example: Tensor) -> tuple[Tensor, Tensor]:
         z, dz = jets.out
         own = tuple(e[example] for e in extra)
-        v = of.seed(z, *own)
-        dv = of.head(z, dz, *own) if of.varying else None  # the Hessian is symmetric
-        xi, dxi = jets.pull(v, dv)
-        value, (q,) = of.measure([xi], *own)
-        return value, (q * dxi).flatten(1).sum(1)
+        total, slope = z.new_zeros(len(z)), z.new_zeros(len(z))
+        for v in of.vectors(z, of.bank(z)) if isinstance(of, Jacobian) else [of.seed(z, *own)]:
+            dv = of.head(z, dz, *own) if of.varying else None  # the Hessian is symmetric
+            xi, dxi = jets.pull(v, dv)
+            value, (q,) = of.measure([xi], *own)
+            total, slope = total + value, slope + (q * dxi).flatten(1).sum(1)
+        return total, slope
 
     return _curve(path, repr(of), sample, _degree(path, of))
 
@@ -186,7 +190,7 @@ def penalty(path: Path, of: Penalty, *extra: Tensor) -> Curve:
 def _degree(path: Path, of: Penalty) -> int | None:
     if type(of.norm) is not SquaredNorm:
         return None
-    if isinstance(of, OutputGradient):
+    if isinstance(of, (OutputGradient, Jacobian)):
         return 2 * path.motion.slope
     if isinstance(of, LossGradient) and isinstance(of.loss, SquaredError):
         return 2 * (path.motion.slope + path.motion.degree.get(path.program.out, 0))

@@ -40,6 +40,12 @@ class AveragePool(Operator):
     divisor: int | None = None
 
     def __post_init__(self) -> None:
+        for name in ("kernel", "stride", "padding"):
+            if not isinstance(getattr(self, name), tuple):
+                raise InputError(
+                    f"{self}: {name} is a tuple, one number per spatial axis; for images "
+                    "AveragePool((2, 2))"
+                )
         n = len(self.kernel)
         given = (len(self.stride), len(self.padding))
         if n not in _POOLS or any(size not in (0, n) for size in given):
@@ -145,7 +151,13 @@ class InvertibleUpsampling(Operator):
         return None, torch.randn(2, 3 * math.prod(self.factor), *(2 for _ in self.factor))
 
 
-def _check_factor(op: Operator, factor: tuple[int, ...]) -> None:
+def _check_factor(op: Operator, factor: Any) -> None:
+    if not isinstance(factor, tuple):
+        example = (factor, factor) if isinstance(factor, int) else (2, 2)
+        raise InputError(
+            f"{op}: the factor is a tuple, one number per spatial axis; for images "
+            f"{type(op).__name__}({example})"
+        )
     if not factor or any(not isinstance(r, int) or r < 1 for r in factor):
         raise InputError(f"{op} needs one positive whole factor per spatial axis")
 

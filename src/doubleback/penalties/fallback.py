@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from ..capture import Arguments, choose_output
 from ..errors import refuse_unused
 from ..patch.mechanism import supported
+from ..run.distributed import average, refuse_inside_forward, several
 from .jacobian import SpectralNorm
 from .oracle import autograd_penalty
 
@@ -55,6 +56,8 @@ def accumulate_on_autograd(
     model: Penalised, call: Arguments, loss: Any, target: Any, weight: float
 ) -> tuple[Any, Tensor, Tensor]:
     """(result, loss, penalty), their gradients added to the parameters'."""
+    if several():
+        refuse_inside_forward()
     with torch.enable_grad():
         result, penalty = on_autograd(model, call)
         out = choose_output(result, model.output)
@@ -63,6 +66,8 @@ def accumulate_on_autograd(
             loss.check(out.shape, target)
             value = loss.values(out, target).mean()
         (value + weight * penalty.sum()).backward()
+    if several():
+        average(model.net.parameters())
     found = (result, value, penalty)
     result, value, penalty = pytree.tree_map_only(Tensor, Tensor.detach, found)
     return result, value, penalty

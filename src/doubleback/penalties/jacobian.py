@@ -157,6 +157,7 @@ class Jacobian(Penalty):
     # ------------------------------------------------------------------------------ errors
 
     def check(self, out_shape: Sequence[int], x: Sequence[Tensor], *extra: Any) -> None:
+        super().check(out_shape, x, *extra)
         shape = tuple(out_shape)
         if len(shape) < 2:
             raise InputError(
@@ -286,6 +287,7 @@ class SpectralNorm(Penalty):
         return [self.covector(v)]
 
     def check(self, out_shape: Sequence[int], x: Sequence[Tensor], *extra: Any) -> None:
+        super().check(out_shape, x, *extra)
         if len(out_shape) < 2:
             raise InputError(
                 f"SpectralNorm needs an output of shape (batch, …), not {tuple(out_shape)}"

@@ -29,9 +29,10 @@ from ..run.callers import refuse_others
 from ..spaces import per_example
 from .fingerprint import fingerprint
 from .losses import Loss, make_loss
-from .norms import SquaredNorm, as_norm
+from .norms import PER_EXAMPLE, SquaredNorm, as_norm
 
 REDUCTIONS = ("mean", "sum", "none")
+_MANY_SEEDS = f"{__package__}.jacobian"  # where the penalties with many seeds are
 
 
 class _Draws(TorchDispatchMode):
@@ -53,7 +54,13 @@ class _Draws(TorchDispatchMode):
 
 
 class Penalty(ABC):
-    """What `Penalised` asks of a penalty; see the module's docstring."""
+    """What `Penalised` asks of a penalty; see the module's docstring.
+
+    An example is a row of the penalised input, along its first axis; several inputs have as many
+    rows each. The output may have other rows (atoms in, molecules out): p then measures, for each
+    row of the input, the derivative of ⟨v, out⟩ summed over all rows of the output, and the mean
+    is that over the input's rows.
+    """
 
     extras: int = 0
     varying: bool = False
@@ -86,6 +93,29 @@ class Penalty(ABC):
     def value(self, xi: Sequence[Tensor], *extra: Tensor) -> Tensor:
         """p per example, differentiably: what the autograd oracle uses."""
         return self.norm.value(xi)
+
+    @property
+    def coupled(self) -> bool:
+        """Whether the values of several examples may depend on one another's ξ and are weighted
+        differently: then Σ_b ḡ_b ∇p_b is not ḡ⊙∇Σp, and has to be taken with ḡ at hand."""
+        own = type(self).__module__ in (__name__, _MANY_SEEDS) and type(self.norm) in PER_EXAMPLE
+        return self.reduction == "none" and not own
+
+    def weighted(
+        self, q0: Sequence[Tensor], xi: Sequence[Tensor], weights: Tensor, *extra: Any
+    ) -> list[Tensor]:
+        """Σ_b ḡ_b ∇p_b; q0: ∇Σ_b p_b. ξ is read where the penalty is `coupled`."""
+        if not self.coupled:
+            shaped = (weights.reshape(-1, *(1,) * (q.dim() - 1)) for q in q0)
+            return [(by * q).to(q.dtype) for by, q in zip(shaped, q0, strict=True)]
+        with torch.enable_grad():
+            leaves = [u.detach().requires_grad_() for u in xi]
+            values = self.value(leaves, *extra)
+            if not values.requires_grad:
+                return [torch.zeros_like(u) for u in xi]
+            along = weights.to(values.dtype)
+            grads = torch.autograd.grad(values, leaves, along, allow_unused=True)
+        return [torch.zeros_like(u) if g is None else g for u, g in zip(xi, grads, strict=True)]
 
     def pull(
         self, asked: Sequence[int], out: Tensor, h: Tensor | None, xi: Sequence[Tensor],
@@ -121,8 +151,16 @@ class Penalty(ABC):
         return [self.oracle_seed(out, *extra)]
 
     def check(self, out_shape: Sequence[int], x: Sequence[Tensor], *extra: Any) -> None:
-        """Raise an `InputError` where the arguments do not fit; nothing to check by default."""
-        return None
+        """Raise an `InputError` where the arguments do not fit: here, where several inputs do not
+        have one row per example each. A penalty of your own calls this one first."""
+        shapes = [tuple(t.shape) for t in x]
+        if len({shape[:1] for shape in shapes}) > 1:
+            raise InputError(
+                f"wrt names inputs of different leading sizes, {shapes}, but {type(self).__name__} "
+                "measures example by example, one row of each; penalise one of them, or take the "
+                "gradients themselves from db.WithGradient(net, wrt=...) and write the penalty in "
+                "plain PyTorch"
+            )
 
     def fingerprint(self) -> Hashable | None:
         """A key of all that the numbers depend on: class, attributes, norm, space and loss; None
@@ -197,6 +235,7 @@ class LossGradient(Penalty):
         return self.loss.hessian(out, extra[0], h)
 
     def check(self, out_shape: Sequence[int], x: Sequence[Tensor], *extra: Any) -> None:
+        super().check(out_shape, x, *extra)
         self.loss.check(out_shape, extra[0])
 
 
@@ -221,6 +260,7 @@ class _Entry(Penalty):
         return v.expand(out.shape).contiguous()
 
     def check(self, out_shape: Sequence[int], x: Sequence[Tensor], *extra: Any) -> None:
+        super().check(out_shape, x, *extra)
         entry = tuple(out_shape[1:])
         name = type(self).__name__
         if self.index is None:
@@ -308,6 +348,7 @@ class BilinearForm(Penalty):
         return torch.stack([per_example(u * q) for u, q in zip(xi, along, strict=True)]).sum(0)
 
     def check(self, out_shape: Sequence[int], x: Sequence[Tensor], *extra: Any) -> None:
+        super().check(out_shape, x, *extra)
         w, q = extra
         if not isinstance(w, Tensor) or tuple(w.shape) != tuple(out_shape):
             shape = tuple(w.shape) if isinstance(w, Tensor) else type(w).__name__

@@ -108,10 +108,14 @@ class Deviation:
         return excess.square(), _scaled(factor, representers, xi)
 
 
+PER_EXAMPLE = (SquaredNorm, Norm, Deviation)  # example b of p depends on example b of ξ alone
+
+
 @dataclass(frozen=True)
 class Callback:
     """Any callable from an input-shaped tensor (a tuple for several inputs) to one number per
-    example; its gradient is taken by autograd, on the input's derivative alone."""
+    example, which may depend on all of them; its gradient is taken by autograd, on the input's
+    derivative alone."""
 
     p: Callable[..., Tensor]
 

@@ -37,7 +37,8 @@ def autograd_penalty(
     seeds = seeds or penalty.oracle_seeds
     graph = torch.is_grad_enabled()
     with torch.enable_grad(), patched() if patch else sdpa_kernel(SDPBackend.MATH):
-        # tensors of their own: another argument may be the same one, or computed from it
+        # a place of its own for each: what is penalised is the derivative in this argument, also
+        # where another argument was computed from the same tensor
         leaves = [t.view_as(t) if t.requires_grad else t.detach().requires_grad_() for t in x]
         result = run(leaves)
         out = choose(result)

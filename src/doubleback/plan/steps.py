@@ -25,6 +25,7 @@ from ..errors import RuleError
 from ..graph import Graph, Node, draws
 from ..rules import GENERIC, Rule, Structure, find_rule
 from ..rules.bilinear import convolution_of
+from .draws import draws_untold
 from .renewal import Renewal, find_renewals
 
 
@@ -160,7 +161,7 @@ def make_plan(
 
     steps = [step_by(n, rules[n.index]) for n in inner]
     for step in steps:
-        _check_random(step)
+        _check_random(graph, step)
     steps = tuple(_formed(steps, step_by, lambda v: v in pinned or v not in produced))
     read = dict.fromkeys([*(v for n in inner for v in n.inputs), target])
     outer = [v for v in read if v not in produced and v not in penalised]
@@ -359,9 +360,11 @@ def _layouts(
     return held | (filters - depthwise), frozenset(filters & depthwise)
 
 
-def _check_random(step: Step) -> None:
+def _check_random(graph: Graph, step: Step) -> None:
     """A random operator cannot be run again by the generic rule: it would draw anew."""
-    if draws(step.node.op) and step.differentiated and not step.rule.own:
+    if not step.differentiated or step.rule.own:
+        return
+    if draws(step.node.op) or draws_untold(graph, step.node):
         raise RuleError(
             f"{step.node} draws random numbers and has no rule of its own, so its derivative "
             f"would see other numbers ({step.node.source}). Remedy: db.register_rule for it."

@@ -169,6 +169,7 @@ def _rrelu() -> Rule:
         if not call.argument(3, "training", False):
             slope = torch.where(x > 0, 1, torch.full_like(x, (low + high) / 2))
             return x * slope, slope
+        x = x.contiguous()  # kernels fill the noise in this order, whatever its strides
         slope = torch.ones_like(x)
         return aten.rrelu_with_noise(x, slope, low, high, True), slope
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -183,6 +183,8 @@ def _dropout() -> Rule:
             return (x.clone(), torch.ones_like(x, dtype=torch.bool)), None
         if x.is_cuda or p == 1:
             out, mask = aten.native_dropout(x, p, True)
+            if not x.is_contiguous():  # in which layout is not said; from here on it is
+                out, mask = (t.clone(memory_format=torch.contiguous_format) for t in (out, mask))
             return (out, mask), mask
         mask = torch.empty_like(x).bernoulli_(1 - p).bool()  # the numbers `F.dropout` draws
         return (x * mask / (1 - p), mask), mask
@@ -191,7 +193,10 @@ def _dropout() -> Rule:
         p = call.argument(1, "p")
         if call.saved is None:
             return t
-        return aten.native_dropout_backward(t, call.saved, 0.0 if p == 1 else 1 / (1 - p))
+        factor = 0.0 if p == 1 else 1 / (1 - p)
+        if not t.is_cuda:  # its kernel returns other strides than it promises
+            return t * call.saved * factor
+        return aten.native_dropout_backward(t, call.saved, factor)
 
     return linear(
         backward=lambda call, y, wanted: (scale(call, y[0]),),
@@ -264,15 +269,22 @@ def _resampling(kind: type[InvertibleDownsampling] | type[InvertibleUpsampling])
     )
 
 
-def _stop() -> Rule:
+def _stop(forward: Callable[[Call], tuple[Any, Any]] = run) -> Rule:
     """The derivative ends here: detach, comparisons' results, rounding."""
 
     def absent(*_: Any) -> Any:
         raise AssertionError("a stopped derivative is never taken")
 
     return Rule(
-        Structure.CONSTANT, run, absent, absent, reads=frozenset(), curves=lambda i, j: False
+        Structure.CONSTANT, forward, absent, absent, reads=frozenset(), curves=lambda i, j: False
     )
+
+
+def _drawn_in_place(call: Call) -> tuple[Tensor, None]:
+    """`u.bernoulli_(p)` as a graph tells it, which is drawn in the order of u's memory."""
+    p = call.argument(1, "p", 0.5)
+    generator = call.argument(2, "generator")
+    return torch.empty_like(call.value(0)).bernoulli_(p, generator=generator), None
 
 
 def _as_real(call: Call, q: Tensors) -> Tensor | None:
@@ -295,15 +307,17 @@ def rules() -> Iterator[tuple[Any, Rule]]:
         "movedim.intlist", "movedim.int", "swapaxes.default", "cumsum.default",
         "channel_shuffle.default",
         "gather.default", "index_select.default", "index.Tensor", "embedding.default",
-        "take_along_dim.default", "index_add.default", "scatter_add.default",
-        "select_scatter.default", "slice_scatter.default", "index_copy.default",
-        "scatter.src", "masked_scatter.default", "trace.default", "broadcast_to.default",
+        "take_along_dim.default", "trace.default", "broadcast_to.default",
         "real.default", "imag.default",
         "expand_as.default", "lerp.Scalar", "fft_fft.default",
         "fft_ifft.default", "fft_rfft.default", "fft_irfft.default", "fft_fft2.default",
         "fft_ifft2.default", "fft_rfft2.default", "fft_irfft2.default", "fft_fftn.default",
         "fft_ifftn.default", "fft_rfftn.default", "fft_irfftn.default", "fft_fftshift.default",
         "fft_ifftshift.default",
+    ]  # fmt: skip
+    writing = [
+        "index_add.default", "scatter_add.default", "select_scatter.default",
+        "slice_scatter.default", "index_copy.default", "scatter.src", "masked_scatter.default",
     ]  # fmt: skip
     identical = [
         "clone.default", "contiguous.default", "alias.default", "lift_fresh_copy.default",
@@ -313,7 +327,7 @@ def rules() -> Iterator[tuple[Any, Rule]]:
         "detach.default", "sign.default", "round.default", "floor.default", "ceil.default",
         "trunc.default", "zeros_like.default", "ones_like.default", "empty_like.default",
         "full_like.default", "rand_like.default", "randn_like.default", "bernoulli.default",
-        "bernoulli.p", "new_zeros.default", "new_ones.default", "new_full.default",
+        "new_zeros.default", "new_ones.default", "new_full.default",
         "new_empty.default", "heaviside.default", "fill.Scalar",
     ]  # fmt: skip
     table: dict[Rule, list[str]] = {
@@ -343,9 +357,11 @@ def rules() -> Iterator[tuple[Any, Rule]]:
         _overwrite(1): ["copy.default", "fill.Tensor"],
         _identity_on_first(): identical,
         _gather_like(): by_reverse_mode,
+        linear(writes=True): writing,
         _resampling(InvertibleDownsampling): ["pixel_unshuffle.default"],
         _resampling(InvertibleUpsampling): ["pixel_shuffle.default"],
         _stop(): stopped,
+        _stop(_drawn_in_place): ["bernoulli.p"],
     }  # fmt: skip
     for rule, names in table.items():
         for name in names:

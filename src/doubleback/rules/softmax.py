@@ -117,6 +117,54 @@ def _logsumexp() -> Rule:
     return _general(backward, tangent, curvature, reads=frozenset({"inputs", "output"}))
 
 
+def _logcumsumexp() -> Rule:
+    """y_i = log Σ_{j≤i} e^{u_j}. With P_ij = e^{u_j − y_i} for j ≤ i: dy·q = Pq and, ξ and q
+    fixed, source (Pᵀξ)⊙q − Pᵀ(ξ⊙Pq).
+
+    As in the operator itself no power of e leaves its logarithm before it is summed: positive and
+    negative numbers are summed apart. (PyTorch's backward does so too, by a logarithm of ξ, which
+    has no derivative where ξ = 0.)
+    """
+
+    def axis(call: Call) -> int:
+        return call.argument(1, "dim")
+
+    def signed(along: Callable[[Tensor], Tensor], t: Tensor) -> Tensor:
+        """along(log t⁺) − along(log t⁻), log 0 = −∞."""
+        return along(t.clamp(min=0).log()) - along((-t).clamp(min=0).log())
+
+    def push(call: Call, q: Tensor) -> Tensor:
+        u, out, dim = call.value(0), call.out, axis(call)
+        empty = out == -torch.inf  # nothing but zeros was summed
+
+        def along(logs: Tensor) -> Tensor:
+            sums = (u + logs).logcumsumexp(dim)
+            return (sums - out.masked_fill(empty, 0)).exp().masked_fill(empty, 0)
+
+        return signed(along, q)
+
+    def pull(call: Call, y: Tensor) -> Tensor:
+        u, out, dim = call.value(0), call.out, axis(call)
+        empty = out == -torch.inf
+
+        def along(logs: Tensor) -> Tensor:
+            parts = (logs - out.masked_fill(empty, 0)).masked_fill(empty, -torch.inf)
+            return (parts.flip(dim).logcumsumexp(dim).flip(dim) + u).exp()
+
+        return signed(along, y)
+
+    def curvature(call: Call, xi: Tensor, q: Tensors, wanted: Sequence[bool]) -> Tensors:
+        h = tangent_of(q)
+        return (pull(call, xi) * h - pull(call, xi * push(call, h)),)
+
+    return _general(
+        lambda call, y, wanted: (pull(call, y),),
+        lambda call, q: push(call, tangent_of(q)),
+        curvature,
+        reads=frozenset({"inputs", "output"}),
+    )
+
+
 def _general(
     backward: Callable,
     tangent: Callable,
@@ -138,6 +186,7 @@ def rules() -> Iterator[tuple[Any, Rule]]:
         "log_softmax.int": _log_softmax(),
         "_log_softmax.default": _log_softmax(),
         "logsumexp.default": _logsumexp(),
+        "logcumsumexp.default": _logcumsumexp(),
     }
     for name, rule in names.items():
         op = overload(name)

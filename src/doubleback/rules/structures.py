@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,18 +44,22 @@ def linear(
     reads: frozenset[str] = frozenset(),
     same_entries: bool = False,
     per_example: PerExample | None = None,
+    writes: bool = False,
 ) -> Rule:
     """y = A(u₁ … u_n), jointly linear in its floating-point inputs.
 
     transpose(call, y) → Aᵀy for one input; `backward` for several. Left out, Aᵀ is taken by
     reverse mode at zero, which for a linear map is exact and reads no value. The tangent is A
     itself; give `tangent` where the operator adds an offset (`masked_fill`, `add`).
-    same_entries, per_example: see `Rule`.
+    same_entries, per_example: see `Rule`. writes: y is u₁ with some entries written to, so that u₁
+    always gets memory of its own (`_base`).
     """
+    if writes:
+        forward = _written
 
     def transposed(call: Call, y: Any, wanted: Sequence[bool]) -> Tensors:
         if transpose is None:
-            return _transpose_by_reverse_mode(call, y, wanted)
+            return _transpose_by_reverse_mode(call, y, wanted, writes)
         rest = (None,) * (len(call.inputs) - 1)
         return (transpose(call, y) if wanted[0] else None, *rest)
 
@@ -62,54 +67,81 @@ def linear(
         structure=structure,
         forward=forward,
         backward=backward or transposed,
-        tangent=tangent or _apply_to_tangents,
+        tangent=tangent or partial(_apply_to_tangents, writes=writes),
         reads=reads,
         curves=lambda i, j: False,
-        seeded=_BY_VJP if transpose is None and backward is None else VMAP,
+        seeded=_BY_VJP[writes] if transpose is None and backward is None else VMAP,
         same_entries=same_entries,
         per_example=per_example,
     )
 
 
-def _apply_to_tangents(call: Call, q: Tensors) -> Any:
+def _base(t: Tensor) -> Tensor:
+    """With memory for every entry. One number that is seen from everywhere (stride 0) must not be
+    written to, and compilers do write into it."""
+    expanded = any(n > 1 and step == 0 for n, step in zip(t.shape, t.stride(), strict=True))
+    return t.contiguous() if expanded else t
+
+
+def _written(call: Call) -> tuple[Any, None]:
+    """forward of an operator that writes into its first input's place."""
+    return call.apply([_base(call.value(0)), *call.inputs[1:]]), None
+
+
+def _zeros(call: Call, writes: bool) -> list[Any]:
+    """Zeros for the differentiable inputs, the others as they are. They take no memory, except
+    what is written into."""
+    given = [
+        zeros(meta) if meta.differentiable else value
+        for meta, value in zip(call.metas, call.inputs, strict=True)
+    ]
+    return [_base(given[0]), *given[1:]] if writes else given  # type: ignore[arg-type]
+
+
+def _apply_to_tangents(call: Call, q: Tensors, writes: bool = False) -> Any:
     inputs = [
         tangent if tangent is not None else (zeros(meta) if meta.differentiable else value)
         for tangent, meta, value in zip(q, call.metas, call.inputs, strict=True)
     ]
+    if writes:
+        inputs[0] = _base(inputs[0])  # type: ignore[arg-type]
     return call.apply(inputs)
 
 
-def _transpose_by_reverse_mode(call: Call, y: Any, wanted: Sequence[bool]) -> Tensors:
+def _transpose_by_reverse_mode(
+    call: Call, y: Any, wanted: Sequence[bool], writes: bool = False
+) -> Tensors:
     with torch.enable_grad():
         inputs = [
-            zeros(meta).requires_grad_(want) if meta.differentiable else value
-            for meta, value, want in zip(call.metas, call.inputs, wanted, strict=True)
+            value.requires_grad_(want) if meta.differentiable else value
+            for meta, value, want in zip(call.metas, _zeros(call, writes), wanted, strict=True)
         ]
         outputs = like_output(call.apply(inputs), call.node.many)
     return _vjp(outputs, inputs, like_output(y, call.node.many), wanted)
 
 
-def _transpose_by_vjp(call: Call, y: Any, wanted: Sequence[bool]) -> Tensors:
+def _transpose_by_vjp(call: Call, y: Any, wanted: Sequence[bool], writes: bool = False) -> Tensors:
     """The same by `torch.func`, which composes with vmap."""
     slots = [i for i, want in enumerate(wanted) if want]
 
     def run(*moved: Tensor) -> tuple:
-        given = [
-            zeros(m) if m.differentiable else v
-            for m, v in zip(call.metas, call.inputs, strict=True)
-        ]
+        given = _zeros(call, writes)
         for slot, t in zip(slots, moved, strict=True):
             given[slot] = t
         outputs = like_output(call.apply(given), call.node.many)
         return tuple(o for o, part in zip(outputs, parts, strict=True) if part is not None)
 
     parts = like_output(y, call.node.many)
-    pull = torch.func.vjp(run, *(zeros(call.metas[slot]) for slot in slots))[1]
+    start = _zeros(call, writes)
+    pull = torch.func.vjp(run, *(start[slot] for slot in slots))[1]
     found = iter(pull(tuple(part for part in parts if part is not None)))
     return tuple(next(found) if want else None for want in wanted)
 
 
-_BY_VJP = vmapped(_transpose_by_vjp)
+_BY_VJP = {
+    False: vmapped(_transpose_by_vjp),
+    True: vmapped(partial(_transpose_by_vjp, writes=True)),
+}
 
 
 def _vjp(outputs: Sequence, inputs: Sequence, y: Sequence, wanted: Sequence[bool]) -> Tensors:
@@ -362,7 +394,9 @@ def _parts(xi: Any, outputs: Sequence[Tensor], many: bool) -> Sequence[Tensor | 
 
 
 def _seed(out: Tensor, xi: Tensor | None) -> Tensor:
-    seed = torch.zeros_like(out) if xi is None else xi.detach()
+    # the pull-back is linear, its derivative the same at any ξ; some are written with logarithms or
+    # quotients of ξ, which have none at zero
+    seed = torch.ones_like(out) if xi is None else xi.detach()
     return seed.requires_grad_()
 
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
 from .. import sweeps
@@ -19,6 +20,8 @@ from ..errors import StaleGraphError, ThirdDerivativeError
 from ..kernels.depthwise import taps_first
 from ..plan.steps import Plan
 from ..rules import add
+from .cuda_graphs import users
+from .distributed import average, refuse_inside_forward, several
 from .state import copies
 
 
@@ -58,7 +61,7 @@ class Program:
             for v, u in zip(plan.penalised, xi, strict=True)
         ]
         values, state.q0 = penalty.measure(xi, *extra)
-        if self.asked:
+        if self.asked or penalty.coupled:
             state.xi[sweeps.INPUTS] = xi
         return First(outputs, values, mutated, state if keep else None)
 
@@ -81,15 +84,14 @@ class Program:
         gamma: dict[int, Tensor] = {}
         own: list[Tensor | None] = [None] * len(self.asked)
         if grad_values is not None:
-            start = {
-                v: (grad_values.reshape(-1, *(1,) * (q.dim() - 1)) * q).to(q.dtype)
-                for v, q in zip(plan.penalised, state.q0, strict=True)
-            }
+            xi = state.xi.get(sweeps.INPUTS, ())
+            q0 = penalty.weighted(state.q0, xi, grad_values, *extra)
+            start = dict(zip(plan.penalised, q0, strict=True))
             if not keep:
                 state.q0 = []
             h, gamma = sweeps.tangent(plan, state, start, keep=keep, watch=watch)
             if self.asked:
-                out, xi = state.values[plan.target], state.xi[sweeps.INPUTS]
+                out = state.values[plan.target]
                 own = penalty.pull(self.asked, out, h, xi, grad_values, *extra)
             if plan.needs_head_tangent and h is not None and plan.target in plan.trained:
                 head = penalty.head(state.values[plan.target], h, *extra)
@@ -132,7 +134,10 @@ class Program:
     ) -> tuple[list[Tensor], Tensor, Tensor, list[Tensor | None], dict[int, Tensor]]:
         """All four sweeps: (outputs, loss, penalty, gradients of loss + weight·penalty, buffers).
 
-        Without a weight this is a plain training step: forward and second sweep alone.
+        The loss is the mean over the rows of the output, the penalty is reduced over those of the
+        penalised input: of a network from atoms to molecules, one loss per molecule and one
+        penalty per atom. Without a weight this is a plain training step: forward and second sweep
+        alone.
         """
         plan, penalty = self.plan, self.penalty
         values = None
@@ -144,14 +149,14 @@ class Program:
             outputs, values, mutated, state = self.first(leaves, extra)
             assert state is not None
         out = state.values[plan.target]
-        batch = leaves[plan.penalised[0]].shape[0]
         loss_value, grad_out = loss_gradient(penalty, loss, out, target, extra)
         grad_values = None
         penalty_value = torch.zeros((), device=out.device)
         if values is not None and weight is not None:
             penalty_value = penalty.reduce(values)
             per_value = weight.to(values.dtype).expand_as(values)
-            grad_values = per_value / batch if penalty.reduction == "mean" else per_value
+            mean = penalty.reduction == "mean"
+            grad_values = per_value / values.numel() if mean else per_value
         grads = self.last(state, extra, {plan.target: grad_out}, grad_values)
         return outputs, loss_value, penalty_value, grads, mutated
 
@@ -237,31 +242,37 @@ class Bridge(torch.autograd.Function):
             weights = None if penalty is None else program.penalty.unreduce(penalty, ctx.batch)
             seeds = dict(zip(program.plan.outputs, outputs, strict=True))
             found = program.last(ctx.state, ctx.job.extra, seeds, weights, keep=keep)
-        if not keep:
-            ctx.state = None
         if torch.is_grad_enabled():
-            found = _forbid_third(found, ctx.inputs)
+            found = _differentiable(found, ctx, penalty, outputs)
         if not keep:
-            ctx.inputs = None
+            ctx.state = ctx.inputs = None
         return (None, *found)
 
 
-def deliver(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+def deliver(pairs: Sequence[tuple[Tensor, Tensor]], lent: bool = False) -> None:
     """Add each gradient to its tensor's `.grad`, or send it on where the tensor is no leaf.
 
     Leaves that nobody watches get theirs at once, in a few kernels for all of them; hooks and
-    distributed training see the backward pass they expect.
+    distributed training see the backward pass they expect, and what `DistributedDataParallel`
+    would have averaged behind its forward is averaged here. What
+    becomes a `.grad` is all that its memory holds, and nobody else's: gradients that share memory
+    with one another, with an input, a buffer or an output are copied. lent: they lie in memory of
+    their own that a CUDA graph will write to again, and have owners there who know.
     """
+    together = several()
+    if together:
+        refuse_inside_forward()
     sums = {id(t): (t, g) for t, g in pairs}
     if len(sums) < len(pairs):  # a tensor stands in two places
         sums.clear()
         for t, g in pairs:
             sums[id(t)] = (t, sums[id(t)][1] + g if id(t) in sums else g)
+    found = _owned(list(sums.values()), lent)
     plain, rest = [], []
     watched = torch.distributed.is_available() and torch.distributed.is_initialized()
-    for t, g in sums.values():
+    for t, g in found:
         hooks = t._backward_hooks or getattr(t, "_post_accumulate_grad_hooks", None)
-        alike = g.dtype == t.dtype and g.stride() == t.stride()
+        alike = _plain(g) and g.dtype == t.dtype and g.stride() == t.stride()
         (rest if watched or hooks or not t.is_leaf or not alike else plain).append((t, g))
     if rest:
         torch.autograd.backward([t for t, _ in rest], [g for _, g in rest])
@@ -269,13 +280,38 @@ def deliver(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         old = [(t.grad, g) for t, g in plain if t.grad is not None]
         if old:
             torch._foreach_add_([a for a, _ in old], [g for _, g in old])  # type: ignore[attr-defined]
-        new = [(t, g) for t, g in plain if t.grad is None]
-        places = [g.untyped_storage().data_ptr() for _, g in new]
-        users = Counter(places)
-        shared = [users[place] > 1 for place in places]
-        own = iter(copies([g for (_, g), copy in zip(new, shared, strict=True) if copy]))
-        for (t, g), copy in zip(new, shared, strict=True):
-            t.grad = next(own) if copy else g
+        for t, g in plain:
+            if t.grad is None:
+                t.grad = g
+    if together:
+        average(t for t, _ in found)
+
+
+def _owned(pairs: list[tuple[Tensor, Tensor]], lent: bool) -> list[tuple[Tensor, Tensor]]:
+    """The same, each gradient alone in its memory. A leaf whose `.grad` exists already only reads
+    its gradient, which stays as it is."""
+    places = [g.untyped_storage()._cdata if _plain(g) else i for i, (_, g) in enumerate(pairs)]
+    count = Counter(places)
+    shared = [
+        (count[place] > 1 or not (lent or _alone(g))) and not (t.is_leaf and t.grad is not None)
+        for place, (t, g) in zip(places, pairs, strict=True)
+    ]
+    own = iter(copies([g for (_, g), copy in zip(pairs, shared, strict=True) if copy]))
+    return [(t, next(own) if copy else g) for (t, g), copy in zip(pairs, shared, strict=True)]
+
+
+def _plain(t: Tensor) -> bool:
+    """Autograd delivers anything else, and copies what it must."""
+    return type(t) is Tensor and t.layout is torch.strided
+
+
+def _alone(t: Tensor) -> bool:
+    """Whether a tensor fills its storage, and no other tensor refers to that."""
+    if not _plain(t):
+        return True
+    storage = t.untyped_storage()
+    fills = storage.nbytes() == t.numel() * t.element_size()
+    return fills and users(storage._cdata) <= 2  # the tensor's and `storage`'s own
 
 
 def _keeps_graph() -> bool:
@@ -301,18 +337,89 @@ def _check_versions(versions: Sequence[tuple[Tensor, int]]) -> None:
             )
 
 
+# ------------------------------------------------------------- gradients of the gradients
+#
+# The gradients are linear in what arrived at the penalty, ḡ, so they have a derivative there: with
+# R_b the penalty of example b, ∂⟨c, Σ_b ḡ_b ∇R_b⟩/∂ḡ_b = ⟨c, ∇R_b⟩, one more pair of sweeps for a
+# reduced penalty. That is the hypergradient of a penalty's weight. In x and the parameters it would
+# be a third derivative; in what arrived at the outputs a tangent along parameters. Neither is among
+# the four sweeps.
+
+
+def _differentiable(
+    grads: Sequence[Tensor | None], ctx: Any, penalty: Tensor | None, outputs: Sequence
+) -> list[Tensor | None]:
+    """The gradients, attached to what they depend on."""
+    others = [t for t in (*ctx.inputs, *outputs) if t is not None and t.requires_grad]
+    places = [i for i, g in enumerate(grads) if g is not None]
+    end = _NoThird.apply(*others) if others else None
+    if not places or (end is None and (penalty is None or not penalty.requires_grad)):
+        return list(grads)
+    found = _Linear.apply(ctx, places, penalty, end, *(grads[i] for i in places))
+    result: list[Tensor | None] = [None] * len(grads)
+    for i, g in zip(places, found, strict=True):  # type: ignore[call-overload]
+        result[i] = g
+    return result
+
+
+class _Linear(torch.autograd.Function):
+    """Gradients as functions of the penalty's ḡ; `end` stands for all else they depend on."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, bridge: Any, places: list[int], penalty: Any, end: Any, *grads: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.bridge, ctx.places, ctx.end = bridge, places, None if end is None else end.detach()
+        ctx.like = None if penalty is None else penalty.detach()
+        ctx.set_materialize_grads(False)
+        return tuple(g.detach() for g in grads)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *along: Tensor | None) -> tuple[Tensor | None, ...]:
+        bridge, like = ctx.bridge, ctx.like
+        grad = None
+        if ctx.needs_input_grad[2]:
+            if bridge.state is None:
+                raise StaleGraphError(
+                    "the sweeps' values were freed; pass retain_graph=True to the first backward"
+                )
+            _check_versions(bridge.versions)
+            grad = torch.zeros_like(like)
+            units = torch.eye(like.numel(), dtype=like.dtype, device=like.device)
+            for place, unit in zip(grad.view(-1), units, strict=True):
+                place.copy_(_paired(bridge, unit.reshape(like.shape), ctx.places, along))
+        return (None, None, grad, ctx.end, *(None for _ in along))
+
+
+def _paired(
+    bridge: Any, seed: Tensor, places: Sequence[int], along: Sequence[Tensor | None]
+) -> Tensor:
+    """⟨c, ∇⟨seed, R⟩⟩ over all gradients."""
+    program = bridge.job.program
+    with no_autocast():
+        weights = program.penalty.unreduce(seed, bridge.batch)
+        none = dict.fromkeys(program.plan.outputs)
+        found = program.last(bridge.state, bridge.job.extra, none, weights, keep=True)
+    total = seed.new_zeros(())
+    for i, c in zip(places, along, strict=True):
+        g = found[i]
+        if g is not None and c is not None:
+            total = total + (g.conj() * c).real.sum().to(seed.dtype)
+    return total
+
+
 class _NoThird(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, grad: Tensor, *inputs: Tensor) -> Tensor:
-        return grad.detach()
+    def forward(ctx: Any, *inputs: Tensor) -> Tensor:
+        return torch.zeros((), device=inputs[0].device)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, ...]:
         raise ThirdDerivativeError(
             "the gradient of a gradient penalty's gradient is a third derivative, which the four "
-            "sweeps do not give; use stock autograd (create_graph=True) on the network itself"
+            "sweeps do not give, in the parameters, in x, and in anything that the gradient of the "
+            "output was made of; in the weight of the penalty it is there, from "
+            "torch.autograd.grad(…, weight). For all else use stock autograd (create_graph=True) "
+            "on the network itself"
         )
-
-
-def _forbid_third(grads: Sequence[Tensor | None], inputs: Sequence[Tensor]) -> list[Tensor | None]:
-    return [None if g is None else _NoThird.apply(g, *inputs) for g in grads]  # type: ignore[misc]

@@ -9,7 +9,7 @@ tensors that change in between.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +21,7 @@ from .. import sweeps
 from ..errors import InputError, StaleGraphError
 from .bridge import First, Program, join
 from .flattening import Replay
+from .state import behind
 
 
 @dataclass
@@ -240,18 +241,6 @@ def _pulled(
             ) from error
         raise
     return list(found[: len(leaves)]), list(found[len(leaves) :])
-
-
-def behind(tensors: Iterable[Tensor]) -> Iterator[Any]:
-    """Every node of autograd's graph that these tensors come from."""
-    stack = [t.grad_fn for t in tensors if t.grad_fn is not None]
-    seen = set(stack)
-    while stack:
-        node = stack.pop()
-        yield node
-        new = {parent for parent, _ in node.next_functions if parent is not None} - seen
-        seen |= new
-        stack.extend(new)
 
 
 def refuse_others(what: str, result: Tensor, *own: Tensor) -> None:

@@ -31,7 +31,7 @@ class Lent:
     def __init__(self, gradients: Sequence[Tensor | None]) -> None:
         self._gradients = gradients
         self._storages = [None if t is None else t.untyped_storage()._cdata for t in gradients]
-        self._idle = [_users(storage) for storage in self._storages]
+        self._idle = [users(storage) for storage in self._storages]
         self._kept: dict[int, Tensor] = {}
 
     def recall(self, owners: Sequence[Tensor]) -> None:
@@ -54,16 +54,17 @@ class Lent:
 
     def _only_grad(self, i: int, owner: Tensor) -> bool:
         """Whether `owner.grad` is all that reads gradient i, and no view of it."""
-        if not owner.is_leaf or owner.grad is None or _users(self._storages[i]) > self._idle[i] + 1:
+        if not owner.is_leaf or owner.grad is None or users(self._storages[i]) > self._idle[i] + 1:
             return False
         return owner.grad.untyped_storage()._cdata == self._storages[i]
 
     def _held(self, among: Sequence[int]) -> list[int]:
         """Which gradients somebody else reads."""
-        return [i for i in among if _users(self._storages[i]) > self._idle[i]]
+        return [i for i in among if users(self._storages[i]) > self._idle[i]]
 
 
-def _users(storage: int | None) -> int:
+def users(storage: int | None) -> int:
+    """How many tensors and storage objects refer to a storage, given by its `_cdata`."""
     return 0 if storage is None else torch._C._storage_Use_Count(storage)  # type: ignore[attr-defined]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -95,3 +95,15 @@ def scale(weight: float, x: Tensor) -> Tensor | None:
     if weight == 0:
         return None
     return torch.full((), weight, dtype=accumulation(x.dtype), device=x.device)
+
+
+def behind(tensors: Iterable[Tensor]) -> Iterator[Any]:
+    """Every node of autograd's graph that these tensors come from."""
+    stack = [t.grad_fn for t in tensors if t.grad_fn is not None]
+    seen = set(stack)
+    while stack:
+        node = stack.pop()
+        yield node
+        new = {parent for parent, _ in node.next_functions if parent is not None} - seen
+        seen |= new
+        stack.extend(new)

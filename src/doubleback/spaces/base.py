@@ -101,10 +101,16 @@ class Space(ABC):
 def dual_square(
     space: Space, gradients: Sequence[Tensor], wide: bool = False
 ) -> tuple[Tensor, list[Tensor]]:
-    """`space.dual_square` after a check of the gradients' shapes; axis 0 is the batch.
+    """`space.dual_square` after a check of the gradients' shapes; axis 0 is the batch, of the same
+    size in each.
 
     wide: leave the representers of 16-bit gradients in float32, for what is still to come.
     """
+    if len({tuple(g.shape[:1]) for g in gradients}) > 1:
+        shapes = [tuple(g.shape) for g in gradients]
+        raise InputError(
+            f"a norm per example needs gradients of one leading size, not of shapes {shapes}"
+        )
     if isinstance(space, Product):
         space.check_count(gradients)
     else:

@@ -1,0 +1,110 @@
+"""Compiled sweeps through operators that write into a base: the tangent of an absent base is a zero
+with memory of its own, not one number seen from everywhere."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+
+import pytest
+import torch
+from torch import nn
+
+from support.stock import numbers, pair, same_training
+
+compiled = pytest.mark.skipif(
+    shutil.which("g++") is None and importlib.util.find_spec("triton") is None,
+    reason="Inductor needs a compiler",
+)
+
+
+class Written(nn.Module):
+    """A base of constants, of which rows, entries or pieces are replaced or added to."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(5, 6), nn.Linear(6, 1)
+        self.how = how
+        self.register_buffer("base", 0.3 * torch.randn(4, 6))
+        self.register_buffer("rows", torch.tensor([2, 0, 0, 1]))
+        self.register_buffer("order", torch.tensor([2, 0, 3, 1]))
+        self.register_buffer("places", torch.tensor([[0, 2, 1, 3, 0, 1]] * 2))
+        self.register_buffer("mask", torch.arange(24).reshape(4, 6) % 3 == 0)
+
+    def write(self, h):
+        base, how = self.base, self.how
+        if how == "index_add":
+            return base.index_add(0, self.rows, h)
+        if how == "index_put":
+            return base.index_put((self.order,), h)
+        if how == "index_put, adding":
+            return base.index_put((self.rows,), h, accumulate=True)
+        if how == "index_copy":
+            return base.index_copy(0, self.order, h)
+        if how == "scatter":
+            return base.scatter(0, self.order[:, None].expand(4, 6), h)
+        if how == "scatter_add":
+            return base.scatter_add(0, self.rows[:, None].expand(4, 6), h)
+        if how == "scatter_reduce":
+            return base.scatter_reduce(0, self.rows[:, None].expand(4, 6), h, "sum")
+        if how == "select_scatter":
+            return base.select_scatter(h[1], 0, 2)
+        if how == "slice_scatter":
+            return base.slice_scatter(h[:2], 0, 1, 3)
+        if how == "diagonal_scatter":
+            return base.diagonal_scatter(h[:, 0])
+        return base.masked_scatter(self.mask, h)
+
+    def forward(self, x):
+        h = torch.tanh(self.first(x))
+        return self.last(torch.tanh(self.write(h)))
+
+
+OPERATORS = (
+    "index_add", "index_put", "index_put, adding", "index_copy", "scatter", "scatter_add",
+    "scatter_reduce", "select_scatter", "slice_scatter", "diagonal_scatter", "masked_scatter",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("how", OPERATORS)
+def test_writing_into_a_constant(how):
+    torch.manual_seed(0)
+    model, twin = pair(Written(how))
+    same_training(model, twin, steps=5)
+
+
+@compiled
+@pytest.mark.parametrize("name", ["index_add", "index_put", "index_copy"])
+def test_writing_into_a_constant_compiled(name):
+    torch.manual_seed(0)
+    model, twin = pair(Written(name), compile=True)
+    same_training(model, twin, steps=2, how="accumulate")
+
+
+@pytest.mark.parametrize("how", OPERATORS)
+def test_no_writer_is_handed_an_expanded_base(how):
+    """What Inductor mishandles, looked for where it does not depend on Inductor."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    writers = ("index_add", "index_put", "index_copy", "scatter", "index_fill")
+
+    class Watch(TorchDispatchMode):
+        seen = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            name = func._schema.name.removeprefix("aten::")
+            if any(name.strip("_").startswith(w) or name.endswith("_scatter") for w in writers):
+                self.seen += 1
+                base = args[0]
+                sizes = zip(base.shape, base.stride(), strict=True)
+                assert all(n == 1 or s for n, s in sizes), f"{name} writes into an expanded base"
+            return func(*args, **(kwargs or {}))
+
+    torch.manual_seed(0)
+    model, _ = pair(Written(how))
+    x = numbers(0, 4, 5)
+    model(x)
+    with Watch() as watch:
+        out, penalty = model(x)
+        (out.sum() + penalty).backward()
+    assert watch.seen

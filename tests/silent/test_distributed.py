@@ -1,0 +1,254 @@
+"""Two processes: gradients that `accumulate` adds are averaged as DDP averages those of `backward`,
+and a network that FSDP shards is left as it was by a capture that fails."""
+
+from __future__ import annotations
+
+import copy
+import datetime
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import doubleback as db
+from support.stock import WEIGHT, assert_close, numbers, own_step, stock_step
+
+pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without torch.distributed")
+
+WORLD = 2
+CASES: dict = {}
+
+
+def case(fn):
+    CASES[fn.__name__] = fn
+    return fn
+
+
+def _worker(rank: int, names: list[str], place: str) -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    dist.init_process_group(
+        "gloo", init_method=f"file://{place}", rank=rank, world_size=WORLD,
+        timeout=datetime.timedelta(seconds=60),
+    )  # fmt: skip
+    try:
+        for name in names:
+            CASES[name](rank)
+            dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 1)).double()
+
+
+class Uncaptured(nn.Module):
+    """Runs on autograd."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = network()
+
+    def forward(self, x):
+        return self.net(x) if float(x.sum()) < 1e9 else x
+
+
+def whole(i: int):
+    """The batch of step i, over all processes."""
+    return numbers(i, 8, 5), numbers(50 + i, 8, 1)
+
+
+def share(i: int, rank: int):
+    x, y = whole(i)
+    return x[4 * rank : 4 * rank + 4], y[4 * rank : 4 * rank + 4]
+
+
+def descend(net: nn.Module) -> None:
+    with torch.no_grad():
+        for t in net.parameters():
+            if t.grad is not None:
+                t -= 0.05 * t.grad
+    net.zero_grad()
+
+
+def same(net: nn.Module, twin: nn.Module, what: str) -> None:
+    for (name, t), other in zip(net.named_parameters(), twin.parameters(), strict=True):
+        assert_close(t.grad, other.grad, f"{what}, gradient of {name}")
+        assert_close(t, other, f"{what}, {name}")
+
+
+def train(net: nn.Module, rank: int, how: str) -> None:
+    """Five steps against one process that sees the whole batch."""
+    twin = copy.deepcopy(net)
+    model = db.Penalised(net, db.OutputGradient())
+    ddp = DDP(model)
+    for i in range(5):
+        x, y = share(i, rank)
+        own_step(ddp.module if how == "accumulate" else ddp, (x,), y, how)
+        stock_step(twin, (whole(i)[0],), whole(i)[1])
+        same(net, twin, f"rank {rank}, step {i}")
+        descend(net)
+        descend(twin)
+
+
+@case
+def accumulate_is_averaged(rank):
+    train(network(), rank, "accumulate")
+
+
+@case
+def backward_is_averaged(rank):
+    train(network(), rank, "backward")
+
+
+@case
+def accumulate_on_autograd_is_averaged(rank):
+    train(Uncaptured(), rank, "accumulate")
+
+
+@case
+def accumulating_without_synchronisation(rank):
+    """Two batches inside no_sync and a third outside: the sum of all is averaged, once."""
+    net = network()
+    twin = copy.deepcopy(net)
+    model = db.Penalised(net, db.OutputGradient())
+    ddp = DDP(model)
+    for i in range(4):
+        alone = copy.deepcopy(twin)
+        with ddp.no_sync():
+            for k in (0, 1):
+                x, y = share(3 * i + k, rank)
+                own_step(model, (x,), y, "accumulate")
+                stock_step(alone, (x,), y)
+        same(net, alone, f"rank {rank}, step {i}, not yet averaged")
+        x, y = share(3 * i + 2, rank)
+        own_step(model, (x,), y, "accumulate")
+        for k in range(3):
+            stock_step(twin, (whole(3 * i + k)[0],), whole(3 * i + k)[1])
+        same(net, twin, f"rank {rank}, step {i}")
+        descend(net)
+        descend(twin)
+
+
+@case
+def both_ways_in_turn(rank):
+    net = network()
+    twin = copy.deepcopy(net)
+    model = db.Penalised(net, db.OutputGradient())
+    ddp = DDP(model)
+    for i in range(6):
+        x, y = share(i, rank)
+        how = ("backward", "accumulate")[i % 2]
+        own_step(ddp if how == "backward" else model, (x,), y, how)
+        stock_step(twin, (whole(i)[0],), whole(i)[1])
+        same(net, twin, f"rank {rank}, step {i}, {how}")
+        descend(net)
+        descend(twin)
+
+
+class Branches(nn.Module):
+    """Each process uses another branch; a third is used by none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.branches = nn.ModuleList([nn.Linear(5, 6) for _ in range(3)])
+        self.last = nn.Linear(6, 1)
+        self.which = 0
+        self.double()
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.branches[self.which](x)))
+
+
+@case
+def parameters_that_some_do_not_use(rank):
+    net = Branches()
+    net.which = rank
+    twins = [copy.deepcopy(net) for _ in range(2)]
+    model = db.Penalised(net, db.OutputGradient())
+    ddp = DDP(model, find_unused_parameters=True)
+    assert ddp.module is model
+    for i in range(4):
+        own_step(model, (share(i, rank)[0],), share(i, rank)[1], "accumulate")
+        for k, twin in enumerate(twins):
+            twin.which = k
+            twin.zero_grad()
+            stock_step(twin, (share(i, k)[0],), share(i, k)[1])
+        for t, one, two in zip(*(n.parameters() for n in (net, *twins)), strict=True):
+            parts = [g.grad for g in (one, two) if g.grad is not None]
+            assert_close(t.grad, sum(parts) / 2 if parts else None, f"rank {rank}, step {i}")
+        model.zero_grad()
+
+
+class Stepping(nn.Module):
+    def __init__(self, model) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x, y):
+        return self.model.accumulate(x, y, loss="mse", weight=WEIGHT)
+
+
+@case
+def accumulate_inside_a_wrapped_forward(rank):
+    """Refused with words that say what to do."""
+    ddp = DDP(Stepping(db.Penalised(network(), db.OutputGradient())))
+    with pytest.raises(db.DoublebackError, match=r"accumulate inside the forward.*backward\(\)"):
+        ddp(*share(0, rank))
+
+
+@case
+def without_a_wrapper_nothing_is_averaged(rank):
+    net = network()
+    twin = copy.deepcopy(net)
+    model = db.Penalised(net, db.OutputGradient())
+    for i in range(4):
+        x, y = share(i, rank)
+        own_step(model, (x,), y, "accumulate")
+        stock_step(twin, (x,), y)
+        same(net, twin, f"rank {rank}, step {i}")
+
+
+@case
+def a_sharded_network(rank):
+    """Right, or refused, and `net(x)` works as before."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    net = network()
+    twin = copy.deepcopy(net)
+    for layer in (net[0], net[2]):
+        fully_shard(layer, mesh=init_device_mesh("cpu", (WORLD,)))
+    fully_shard(net, mesh=init_device_mesh("cpu", (WORLD,)))
+    model = db.Penalised(net, db.OutputGradient())
+    for i in range(3):
+        x, y = share(i, rank)
+        try:
+            out, _ = own_step(model, (x,), y, "backward")
+        except db.DoublebackError:
+            out = None
+        else:
+            wanted, _ = stock_step(twin, (whole(i)[0],), whole(i)[1])
+            assert_close(out, wanted[4 * rank : 4 * rank + 4], f"rank {rank}, step {i}")
+            for (name, t), other in zip(net.named_parameters(), twin.parameters(), strict=True):
+                assert_close(t.grad.full_tensor(), other.grad, f"step {i}, gradient of {name}")
+        with torch.no_grad():
+            assert_close(net(x), twin(x), f"rank {rank}, step {i}, the network itself")
+
+
+SHARDED = ["a_sharded_network"]
+WRAPPED = [name for name in CASES if name not in SHARDED]
+
+
+@pytest.mark.parametrize("names", [WRAPPED, SHARDED], ids=["ddp", "fsdp"])
+def test_two_processes(names, tmp_path):
+    """All cases of a kind in one pair of processes, whose start takes longer than they do; the one
+    that failed is in the traceback."""
+    mp.spawn(_worker, (names, str(tmp_path / "store")), nprocs=WORLD, join=True)
