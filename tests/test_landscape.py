@@ -123,7 +123,7 @@ def test_two_units_that_flip_together_are_one_breakpoint():
 def test_examples_are_independent_and_chunks_do_not_matter(monkeypatch):
     net, x, along, span = build("residual, first filter", examples=6)
     whole = L.follow(net, x, along, span)
-    monkeypatch.setattr("doubleback.landscape.path.CHUNK", 4)
+    monkeypatch.setattr("doubleback.landscape.paths.CHUNK", 4)
     monkeypatch.setattr("doubleback.landscape.pieces.LIMIT", 1)
     parts = L.follow(net, x, along, span)
     assert torch.equal(whole.flips.example, parts.flips.example)
@@ -232,7 +232,7 @@ def test_penalties_and_their_slopes_are_those_of_autograd(case, kind):
     of, make = PENALTIES[kind]
     extra = labels(kind, len(x), 2)
     curve = L.penalty(path, make(), *extra)
-    of_output = path.motion.degree.get(path.program.out, 0) if kind == "mse" else 0
+    of_output = path.motion.degree.get(path.network.out, 0) if kind == "mse" else 0
     degree = 2 * (path.motion.slope + of_output)
     assert curve.value.exact == (kind != "cross_entropy" and degree <= 16)
     tolerance = TOLERANCE if curve.value.exact else 1e-3  # an interpolant between its exact ends
@@ -258,7 +258,7 @@ def test_penalties_are_those_of_the_engine(case, kind):
     model = db.Penalised(copy.deepcopy(net), make(), flatten_after=None)
     moved = dict(model.net.named_parameters())
     rest, directions = {n: p.detach().clone() for n, p in moved.items()}, {}
-    if isinstance(along, L.Entry):
+    if isinstance(along, L.Coordinate):
         directions[along.name] = torch.zeros_like(rest[along.name])
         directions[along.name][along.index] = 1
         rest[along.name][along.index] = 0
@@ -324,7 +324,7 @@ class Rectified(nn.Module):
 def test_kinks_in_parameters_and_products_of_activations(along):
     net = prepared(Rectified)
     x = torch.randn(3, 3, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    direction = L.random_direction(net, "w", seed=1) if along is None else L.Entry.parse(along)
+    direction = L.random_direction(net, "w", seed=1) if along is None else L.Coordinate.parse(along)
     path = L.follow(net, x, direction, (-2.0, 2.0))
     own = [b for b in path.breakpoints if any(u.layer == "w" for u in b.units)]
     assert (own and all(b.t == pytest.approx(0.0, abs=1e-12) for b in own)) or along is None

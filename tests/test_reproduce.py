@@ -12,10 +12,6 @@ from html.parser import HTMLParser
 
 import pytest
 import torch
-
-import doubleback as db
-from doubleback.cli import main
-from doubleback.landscape import drawing
 from doubleback.reproduce import (
     FIGURES,
     experiment,
@@ -25,6 +21,10 @@ from doubleback.reproduce import (
     smoothing,
     training,
 )
+
+import doubleback as db
+from doubleback.cli import main
+from doubleback.landscape import drawing
 from doubleback.rules import coordinatewise, find_rule, register
 from test_cli import NETS
 
