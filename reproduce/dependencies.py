@@ -29,7 +29,7 @@ def draw(experiment: Experiment) -> Checked:
         "constant for R_node and ∇ℓ(z_L) for R_cdb.",
     )
     edges, columns = dependencies(experiment.paths["w"].network)
-    _check(experiment, report, edges)
+    check(experiment, report, edges)
     report.figure = _figure(edges, columns)
     rows = [(name, ", ".join(sorted(edges[name]))) for name in sorted(edges)]
     report.tables.append(
@@ -80,7 +80,7 @@ def reached(edges: Edges, name: str) -> set[str]:
     return seen
 
 
-def _check(experiment: Experiment, report: Checked, edges: Edges) -> None:
+def check(experiment: Experiment, report: Checked, edges: Edges) -> None:
     """Against derivatives that autograd takes of ξ and ζ, with softplus in place of ReLU: on a ReLU
     network ζ depends on z by jumps only, and every derivative of it in z is zero."""
     values = _autograd(experiment)

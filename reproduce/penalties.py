@@ -114,7 +114,7 @@ def draw_batch(experiment: Experiment, of: str) -> Checked:
         if not slope:
             still = float(batch.slope.coefficients.abs().max())
             report.claim(still == 0.0, "∂_b R_node stays 0")
-        _check_batch(experiment, report, key, of, batch, slope)
+        check_batch(experiment, report, key, of, batch, slope)
         name = _name(of, key if slope else None)
         drawing.draw_pieces(axes[column], alone, colour=drawing.ORANGE, ends=False)
         drawing.draw_mean(axes[column], f)
@@ -149,7 +149,7 @@ def _closer(ax, f: L.Piecewise) -> None:
     ax.set_ylim(float(values.min()) - margin, float(values.max()) + margin)
 
 
-def _check_batch(
+def check_batch(
     experiment: Experiment, report: Checked, key: str, of: str, curve: L.Curve, slope: bool
 ) -> None:
     """What theory says of an average over M examples: it jumps wherever one of them does, by the

@@ -246,6 +246,46 @@ def test_penalties_and_their_slopes_are_those_of_autograd(case, kind):
         assert close(float(curve.slope(t, example)), slope, tolerance)
 
 
+@pytest.mark.parametrize("of", ["output", "softmax"])
+@pytest.mark.parametrize("case", ["relu, weight", "relu, input", "residual, norm"])
+def test_jacobian_penalties_are_those_of_autograd(case, of):
+    """‖J‖²_F summed over the rows of J, by float64 autograd, and its derivative along the path."""
+    net, x, along, _, path = followed(case)
+    curve = L.penalty(path, db.Jacobian(of))
+    assert curve.value.exact == (of == "output")
+
+    def truth(own, t: float) -> tuple[float, float]:
+        place = torch.tensor(t, dtype=torch.float64, requires_grad=True)
+        if isinstance(along, L.InputLine):
+            leaf = (own + place * along.direction).requires_grad_()
+            out = net(leaf)
+        else:
+            leaf = own.clone().requires_grad_()
+            out = run_at(net, leaf, along, place)
+        out = out.softmax(1) if of == "softmax" else out
+        rows = [torch.autograd.grad(o, leaf, create_graph=True)[0] for o in out[0]]
+        value = sum(row.square().sum() for row in rows)
+        slope = torch.autograd.grad(value, place, allow_unused=True)[0]
+        return value.item(), 0.0 if slope is None else slope.item()
+
+    tolerance = TOLERANCE if of == "output" else 1e-3  # an interpolant between its exact ends
+    for piece in range(0, len(path.start), max(1, len(path.start) // 8)):
+        example = int(path.example[piece])
+        t = float(path.start[piece] + 0.3 * (path.end[piece] - path.start[piece]))
+        value, slope = truth(x[example : example + 1], t)
+        at = torch.tensor(t, dtype=torch.float64)
+        assert close(float(curve.value(at, example)), value, tolerance)
+        assert close(float(curve.slope(at, example)), slope, tolerance)
+
+
+def test_penalties_that_are_no_function_of_weights_and_inputs_are_refused():
+    *_, path = followed("relu, weight")
+    with pytest.raises(db.InputError, match="leave projections out"):
+        L.penalty(path, db.Jacobian(projections=1))
+    with pytest.raises(db.InputError, match="by iteration"):
+        L.penalty(path, db.SpectralNorm())
+
+
 @pytest.mark.parametrize("kind", PENALTIES)
 @pytest.mark.parametrize("case", ["relu, weight", "prelu, all layers", "residual, first filter"])
 def test_penalties_are_those_of_the_engine(case, kind):
