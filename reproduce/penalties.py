@@ -193,14 +193,15 @@ def _measured_jump(experiment: Experiment, key: str, of: str, at: float, slope: 
     """The batch mean's jump by autograd alone: Richardson's extrapolation to the place from either
     side, within the distance to its neighbours."""
     path = experiment.paths[key]
-    assert isinstance(path.along, L.Coordinate)
+    along = path.along
+    assert isinstance(along, L.Coordinate)
     places = torch.tensor([b.t for b in path.breakpoints], dtype=torch.float64).unique()
     apart = (places - at).abs()
     step = min(1e-6, float(apart[apart > 1e-12].min()) / 5) if len(places) > 1 else 1e-6
     x, y = path.x, experiment.y[experiment.batch]
 
     def mean(t: float) -> float:
-        return autograd_slope(experiment.net, path.along, t, x, y, of)[int(slope)]
+        return autograd_slope(experiment.net, along, t, x, y, of)[int(slope)]
 
     def limit(side: int) -> float:
         return 2 * mean(at + side * step) - mean(at + 2 * side * step)

@@ -382,9 +382,10 @@ class _Sample:
         )  # fmt: skip
         pairs: dict[str, tuple[Any, Any]] = {}
         for j, pull in zip(slots, pulls, strict=True):
-            if pull is None or not pull.requires_grad:
+            q = self.q[j]
+            if pull is None or q is None or not pull.requires_grad:
                 continue
-            along = (pull * self.q[j]).sum()
+            along = (pull * q).sum()
             found = torch.autograd.grad(along, chosen, retain_graph=True, allow_unused=True)
             for i, source in zip(slots, found, strict=True):
                 if source is not None and not self.rule.curves(i, j):
