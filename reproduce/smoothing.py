@@ -20,6 +20,7 @@ SIZES = (1, 4, 16, 64, 256, 1024, 4096)
 SLOPES = (0.0, 0.01, 0.1, 0.3)
 BETAS = (4.0, 16.0, 64.0, 256.0, 1024.0, 4096.0)
 REPEATS, GRID = 8, 513
+RESOLVED = 0.02  # what 2001 places can tell of a total variation
 
 
 def draw(experiment: Experiment) -> Checked:
@@ -103,21 +104,22 @@ def _softplus(experiment: Experiment) -> dict[str, list[dict]]:
         found[of] = []
         for beta in BETAS:
             value, slope = _smooth_curve(experiment, beta, grid, x, y, of)
-            gap = float((value - curve.value.mean(grid)).abs().max())
+            # In the mean: beside a jump the largest distance stays, however sharp the softplus.
+            gap = float((value - curve.value.mean(grid)).abs().mean())
             found[of].append(
                 {
                     "beta": beta,
                     "variation of R": _variation(value),
                     "variation of dR": _variation(slope),
                     "largest |dR|": float(slope.abs().max()),
-                    "distance of R from ReLU's": gap,
+                    "mean distance of R from ReLU's": gap,
                 }
             )
         ends = {what: r.jump_variation + r.smooth_variation for what, r in limit.items()}
         largest = float(curve.slope.mean(grid).abs().max())
         found[of].append(
             {"beta": math.inf, "variation of R": ends["R"], "variation of dR": ends["dR"],
-             "largest |dR|": largest, "distance of R from ReLU's": 0.0}
+             "largest |dR|": largest, "mean distance of R from ReLU's": 0.0}
         )  # fmt: skip
     return found
 
@@ -168,12 +170,15 @@ def _check(report: Checked, measured: dict, soft: dict) -> None:
         limit = rows[-1]["variation of R"]
         middle, near = (rows[k]["variation of R"] / limit for k in (len(rows) // 2 - 1, -2))
         report.claim(
-            abs(near - 1) < min(abs(middle - 1), 0.15),
+            abs(near - 1) < min(max(abs(middle - 1), RESOLVED), 0.15),
             f"R_{of}: total variation with softplus tends to ReLU's, jumps included: "
             f"{middle:.3f} of it at β = {BETAS[len(rows) // 2 - 1]:g}, {near:.3f} at {BETAS[-1]:g}",
         )
-        gaps = [row["distance of R from ReLU's"] for row in rows[:-1]]
-        report.claim(gaps[-1] < gaps[0] / 4, f"R_{of}: and R itself to ReLU's")
+        gaps = [row["mean distance of R from ReLU's"] for row in rows[:-1]]
+        report.claim(
+            gaps[-1] < gaps[0] / 4,
+            f"R_{of}: and R itself to ReLU's, in the mean over w: {gaps[0]:.2g} → {gaps[-1]:.2g}",
+        )
 
 
 def _figure(measured: dict, soft: dict):
