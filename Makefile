@@ -25,7 +25,7 @@ demo: $(STAMP)
 	@$(BIN)/doubleback demo $(ARGS)
 
 reproduce: $(STAMP)
-	@$(BIN)/doubleback reproduce $(ARGS)
+	@$(BIN)/python -m reproduce $(ARGS)
 
 test: lint types
 	@$(BIN)/python -m pytest -n 2 --dist worksteal -q $(ARGS)
@@ -47,4 +47,4 @@ readme: $(STAMP)
 
 clean:
 	rm -rf .venv build dist .hypothesis .pytest_cache .ruff_cache
-	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+	find src tests benchmarks reproduce -name __pycache__ -type d -prune -exec rm -rf {} +

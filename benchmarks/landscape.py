@@ -39,7 +39,7 @@ def make(seed: int, examples: int) -> tuple[nn.Sequential, Tensor]:
     return net, torch.randn(examples, 784)
 
 
-def grid_seconds(net: nn.Sequential, x: Tensor, along: L.Entry, places: Tensor) -> float:
+def grid_seconds(net: nn.Sequential, x: Tensor, along: L.Coordinate, places: Tensor) -> float:
     """Seconds per grid point, everything that can be hoisted out of the loop taken out of it."""
     first = net[0](x)
     layer, parameter = along.name.split(".")
@@ -91,7 +91,7 @@ def _gaps(path: L.Path, span: float) -> dict[str, Tensor]:
 
 
 def measure(net, x, name: str, span: float, repeats: int, points: int) -> dict:
-    along = L.Entry.parse(name)
+    along = L.Coordinate.parse(name)
     seconds, busy = [], []
     for _ in range(repeats):
         start, processor = time.perf_counter(), time.process_time()

@@ -111,11 +111,13 @@ CASES: dict[str, tuple] = {
 }
 
 
-def build(case: str, examples: int = 3) -> tuple[nn.Module, Tensor, L.Entry | L.Direction, tuple]:
+def build(
+    case: str, examples: int = 3
+) -> tuple[nn.Module, Tensor, L.Coordinate | L.Direction, tuple]:
     make, shape, along, span = CASES[case]
     net = prepared(make)
     x = torch.randn(examples, *shape, generator=torch.Generator().manual_seed(2)).double()
-    return net, x, L.Entry.parse(along) if isinstance(along, str) else along(net), span
+    return net, x, L.Coordinate.parse(along) if isinstance(along, str) else along(net), span
 
 
 def run_at(net: nn.Module, x: Tensor, along, t: Tensor) -> Tensor:
@@ -123,7 +125,7 @@ def run_at(net: nn.Module, x: Tensor, along, t: Tensor) -> Tensor:
     state = dict(net.named_parameters())
     if isinstance(along, L.InputLine):
         return net(x + t * along.direction)
-    if isinstance(along, L.Entry):
+    if isinstance(along, L.Coordinate):
         hot = torch.zeros_like(state[along.name])
         hot[along.index] = 1
         moved = {along.name: state[along.name].detach() * (1 - hot) + t * hot}

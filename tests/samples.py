@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -95,12 +96,15 @@ POSITIVE = ["log", "log2", "log10", "log1p", "sqrt", "rsqrt", "reciprocal"]
 INSIDE = ["tan", "asin", "acos", "atanh"]
 
 
+def enter(table: dict[str, list[Callable[[], tuple]]], name: str, *args, **kwargs) -> None:
+    """One more sample: the arguments with which `check_rule` will call the operator `name`."""
+    table.setdefault(name, []).append(lambda: (args, kwargs))
+
+
 def _table() -> dict[str, list[Callable[[], tuple]]]:
     """Operator name → functions that make (args, kwargs)."""
     table: dict[str, list[Callable[[], tuple]]] = {}
-
-    def add(name: str, *args, **kwargs) -> None:
-        table.setdefault(name, []).append(lambda: (args, kwargs))
+    add = partial(enter, table)
 
     for name in COORDINATE_WISE:
         add(f"{name}.default", _spread(7, 5))

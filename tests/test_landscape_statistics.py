@@ -10,7 +10,7 @@ from torch import nn
 
 import doubleback as db
 from doubleback import landscape as L
-from doubleback.landscape.statistics import fit_exponent, mean_curve
+from doubleback.landscape.verdict import fit_exponent, mean_curve
 from landscape_nets import Clamped, Maxout, mlp, prepared
 
 WINDOW = L.Window.of_inputs((-2.0, 2.0), (-1.5, 2.5))
@@ -175,6 +175,23 @@ def test_verdicts_follow_the_numbers():
         min(abs(b.t - curve_of(examples=1).slope.path.rest)
             for b in curve_of(examples=1).slope.path.breakpoints)
     )  # fmt: skip
+
+
+def test_the_verdict_on_leaky_relu_is_that_of_the_leaky_network():
+    """Built again with leaky ReLUs and the same weights, and followed anew."""
+    curve = curve_of(examples=6)
+    found = L.judge(curve)
+    path = curve.slope.path
+    twin = mlp(lambda: nn.LeakyReLU(0.1)).double()
+    twin.load_state_dict(path.net.state_dict())
+    other = L.penalty(L.follow(twin, path.x, path.along, path.span), db.OutputGradient(0))
+    truth = L.judge(other)
+    assert found.leaky == pytest.approx(truth.share, rel=1e-9)
+    assert truth.leaky is None  # it has no ReLU left to replace
+    assert f"slope 0.1 and these weights the largest would be {100 * found.leaky:.0f} %" in str(
+        found
+    )
+    assert "below 1 % if no example jumps higher" in str(found)
 
 
 def test_penalties_that_are_no_polynomials_are_exact_at_the_ends_of_pieces():

@@ -1,23 +1,19 @@
-"""The paper's figures: claims hold, wrong rules break them, numbers repeat; and the commands."""
+"""The paper's figures: claims hold, wrong rules break them, numbers repeat; and the command."""
 
 from __future__ import annotations
 
-import builtins
 import json
-import os
 import re
-import subprocess
-import sys
 from html.parser import HTMLParser
 
 import pytest
 import torch
 
-import doubleback as db
-from doubleback.cli import main
 from doubleback.landscape import drawing
-from doubleback.reproduce import (
+from doubleback.rules import coordinatewise, find_rule, register
+from reproduce import (
     FIGURES,
+    dependencies,
     experiment,
     gradient,
     penalties,
@@ -25,8 +21,7 @@ from doubleback.reproduce import (
     smoothing,
     training,
 )
-from doubleback.rules import coordinatewise, find_rule, register
-from test_cli import NETS
+from reproduce.__main__ import main
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +55,59 @@ def test_every_jump_names_its_neuron_and_sample(made):
             assert height != 0 and isinstance(at, float)
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_averages_jump_as_theory_says_for_every_seed(seed):
+    """Briefly trained networks: what is said of averages holds for any weights."""
+    made = experiment.prepare(seed, steps=60)
+    for of in ("node", "cdb"):
+        for key in ("w", "b"):
+            report = experiment.Checked("", "", "")
+            curve = made.curves(f"{key} batch")[of]
+            penalties.check_batch(made, report, key, of, curve, of == "cdb" or key == "w")
+            assert len(report.claims) == 4
+
+
+def test_a_wrong_average_breaks_the_claim(made, monkeypatch):
+    """A batch of 256 that is divided by 255."""
+    monkeypatch.setattr(penalties, "BATCH", 255)
+    with pytest.raises(experiment.ClaimError, match="largest jump of the mean"):
+        curve = made.curves("w batch")["node"]
+        penalties.check_batch(made, experiment.Checked("", "", ""), "w", "node", curve, True)
+
+
+def test_the_training_figure_does_not_skip_its_claim(made, monkeypatch):
+    monkeypatch.setattr(training, "STEPS", 2)
+    monkeypatch.setattr(training, "MOST", 1)
+    with pytest.raises(experiment.ClaimError, match="breakpoints, enough to compare"):
+        training.draw(made)
+
+
+def test_the_dependency_graph_is_the_papers(made):
+    """Every edge of the paper's first figure for L = 3 and an identity at the end, and no other."""
+    edges, columns = dependencies.dependencies(made.paths["w"].network)
+    assert columns == ["x0", "z1", "x1", "z2", "x2", "z3"]
+    assert edges == {
+        "z1": {"x0", "θ1", "b1"}, "x1": {"z1"},
+        "z2": {"x1", "θ2", "b2"}, "x2": {"z2"},
+        "z3": {"x2", "θ3", "b3"}, "ℓ": {"z3"},
+        "ζ3": {"v"}, "ξ2": {"ζ3", "θ3"}, "ζ2": {"ξ2", "z2"}, "ξ1": {"ζ2", "θ2"},
+        "ζ1": {"ξ1", "z1"}, "ξ0": {"ζ1", "θ1"}, "R": {"ξ0"},
+    }  # fmt: skip
+
+
+def test_a_missing_edge_breaks_the_claim(made):
+    edges, _ = dependencies.dependencies(made.paths["w"].network)
+    edges["ζ2"].discard("z2")
+    with pytest.raises(experiment.ClaimError, match="ζ2 of θ2"):
+        dependencies.check(made, experiment.Checked("", "", ""), edges)
+
+
+def test_figures_that_are_not_the_papers_say_so(made):
+    with drawing.style():
+        report = FIGURES["regions"](made)
+    assert report.note == "ours, not in the paper" and report.title.startswith("Figure A")
+
+
 def test_smoothing_claims_hold_at_reduced_size(made, monkeypatch):
     monkeypatch.setattr(smoothing, "SLOPES", (0.0,))
     monkeypatch.setattr(smoothing, "BETAS", (4.0, 4096.0))
@@ -71,9 +119,12 @@ def test_smoothing_claims_hold_at_reduced_size(made, monkeypatch):
 
 def test_training_claims_hold_for_a_few_steps(made, monkeypatch):
     monkeypatch.setattr(training, "STEPS", 12)
+    monkeypatch.setattr(training, "CROSSED", 2)
     with drawing.style():
         report = training.draw(made)
-    assert len(report.numbers["M = 1"]["penalty"]) == 13
+    runs = report.numbers["M = 1"]["runs"]
+    assert len(runs) > 1 and all(len(run["penalty"]) == 13 for run in runs)
+    assert sum(step["crossed"] for run in runs for step in run["steps"]) >= 2
     summary = report.numbers["M = 256"]["summary"]
     assert summary["R after"] < summary["R before"]
     assert summary["breakpoints crossed per step and example"] > 0
@@ -135,8 +186,8 @@ def test_the_same_seed_gives_the_same_files(folder, tmp_path):
         {f.name: f.read_bytes() for f in sorted(where.iterdir())} for where in (folder, tmp_path)
     )
     assert set(first) == {
-        "figure-2-gradient.pdf", "figure-2-gradient.png", "figure-3-node.pdf",
-        "figure-3-node.png", "index.html", "numbers.json",
+        "figure-3-gradient.pdf", "figure-3-gradient.png", "figure-4-node.pdf",
+        "figure-4-node.png", "index.html", "numbers.json",
     }  # fmt: skip
     assert first == second
 
@@ -173,75 +224,8 @@ def test_the_page_is_self_contained_and_says_sixty_seven(folder):
     assert not page.open
     assert page.loaded and all(src.startswith("data:image/png;base64,") for src in page.loaded)
     assert "67, not the 61 that the paper states" in text
-    assert "http" not in text
-
-
-# ------------------------------------------------------------------------------ command line
-
-LAYERS = """
-
-def kinked():
-    return nn.Sequential(
-        nn.Conv2d(1, 3, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(12, 4)
-    )
-"""
-
-
-@pytest.fixture
-def nets(tmp_path, monkeypatch):
-    (tmp_path / "landscape_cli_nets.py").write_text(NETS + LAYERS)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    yield "landscape_cli_nets"
-    sys.modules.pop("landscape_cli_nets", None)
-
-
-def test_landscape_writes_figure_page_and_verdict(nets, tmp_path, capsys):
-    command = ["landscape", f"{nets}:kinked", "--input-shape", "6,1,4,4", "--out", "found"]
-    assert main(command) == 0
-    text = capsys.readouterr().out
-    assert text.startswith("Along 0.weight[") and "batch size 6" in text
-    names = {f.name for f in (tmp_path / "found").iterdir()}
-    assert names == {"landscape.png", "landscape.pdf", "index.html", "landscape.json"}
-    saved = json.loads((tmp_path / "found" / "landscape.json").read_text())
-    assert saved["examples"] == 6 and saved["text"] in text
-
-
-def test_landscape_reads_inputs_and_paths(nets, tmp_path, capsys):
-    torch.save(torch.randn(5, 1, 4, 4), tmp_path / "x.pt")
-    torch.save(torch.tensor([0, 1, 2, 3, 0]), tmp_path / "y.pt")
-    common = ["landscape", f"{nets}:kinked", "--input", "x.pt", "--json", "--span", "-2", "2"]
-    for more in (
-        ["--labels", "y.pt", "--parameter", "0.bias[1]"],
-        ["--layer", "0,4", "--penalty", "output-gradient", "--index", "2"],
-        ["--input-line"],
-    ):
-        assert main([*common, *more]) == 0
-        found = json.loads(capsys.readouterr().out)
-        assert found["examples"] == 5 and found["span"] == [-2.0, 2.0]
-
-
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        (["--input-shape", "2,1,4,4", "--parameter", "0.wieght[0]"], "did you mean '0.weight'"),
-        (["--input-shape", "2,1,4,4", "--parameter", "0.bias"], "name[index]"),
-        (["--input-shape", "2,1,4,4", "--layer", "0", "--input-line"], "choose one"),
-        (["--input", "none.pt"], "cannot read none.pt"),
-        ([], "--input"),
-    ],
-)
-def test_landscape_usage_errors(nets, capsys, more, message):
-    assert main(["landscape", f"{nets}:kinked", *more]) == 2
-    assert message in capsys.readouterr().err
-
-
-def test_landscape_refuses_smooth_and_coupled_nets(nets, capsys):
-    assert main(["landscape", f"{nets}:critic", "--input-shape", "3,6", "--penalty",
-                 "output-gradient"]) == 2  # fmt: skip
-    assert "softplus" in capsys.readouterr().err
-    assert main(["landscape", f"{nets}:classifier", "--input-shape", "3,3,4,4"]) == 2
-    assert "BatchNorm2d" in capsys.readouterr().err
+    assert 'href="https://arxiv.org/abs/1906.06637"' in text
+    assert "lowest loss of 5" in text and "jumps highest" in text  # what was chosen
 
 
 def test_reproduce_command(tmp_path, capsys, monkeypatch):
@@ -251,42 +235,23 @@ def test_reproduce_command(tmp_path, capsys, monkeypatch):
         asked.append((out, seed, only))
         yield from ("network", *only)
 
-    monkeypatch.setattr("doubleback.reproduce.reproduce", record)
-    assert main(["reproduce", "--out", str(tmp_path), "--seed", "1", "--only", "gradient"]) == 0
+    monkeypatch.setattr("reproduce.__main__.reproduce", record)
+    assert main(["--out", str(tmp_path), "--seed", "1", "--only", "gradient"]) == 0
     assert asked == [(tmp_path, 1, ("gradient",))]
     printed = capsys.readouterr().out
     assert "gradient" in printed and "every claim holds" in printed
-    assert main(["reproduce", "--only", "nothing"]) == 2
+    assert main(["--only", "nothing"]) == 2
     assert "there is no figure 'nothing'" in capsys.readouterr().err
     (tmp_path / "file").write_text("")
-    assert main(["reproduce", "--out", str(tmp_path / "file")]) == 2
+    assert main(["--out", str(tmp_path / "file")]) == 2
     assert "is a file" in capsys.readouterr().err
 
 
 def test_a_claim_that_fails_ends_the_command(tmp_path, capsys, monkeypatch):
     def fails(out, seed, only):
         yield "network"
-        raise experiment.ClaimError("figure-3-node: not so: ∂_b R_node is 0 everywhere")
+        raise experiment.ClaimError("figure-4-node: not so: ∂_b R_node is 0 everywhere")
 
-    monkeypatch.setattr("doubleback.reproduce.reproduce", fails)
-    assert main(["reproduce", "--out", str(tmp_path), "--only", "node"]) == 2
+    monkeypatch.setattr("reproduce.__main__.reproduce", fails)
+    assert main(["--out", str(tmp_path), "--only", "node"]) == 2
     assert "not so" in capsys.readouterr().err
-
-
-def test_matplotlib_is_asked_for_by_name(monkeypatch, capsys):
-    real = builtins.__import__
-
-    def without(name, *args, **kwargs):
-        if name.split(".")[0] == "matplotlib":
-            raise ImportError(name)
-        return real(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(db.DoublebackError, match=r"pip install 'doubleback\[plots\]'"):
-        drawing.panels(1)
-
-
-def test_importing_the_library_imports_no_matplotlib():
-    code = "import sys, doubleback.landscape; sys.exit('matplotlib' in sys.modules)"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    assert subprocess.run([sys.executable, "-c", code], env=environment).returncode == 0

@@ -9,8 +9,10 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import doubleback as db
+from doubleback.check.parity import CheckReport, Row
 from doubleback.graph import Meta, Node, Ref
 from doubleback.rules import Call, Structure, find_rule, registered
+from doubleback.rules.seeded import Seeded, fold
 from doubleback.rules.table import overload
 from samples import SAMPLES, WITHOUT, WRT
 
@@ -201,6 +203,141 @@ def test_a_wrong_rule_is_caught(part):
         db.check_rule(
             aten.tanh.default, torch.randn(4).double(), rule=replace(right, **{part: wrong})
         )
+
+
+@pytest.fixture
+def registered_as():
+    """registered_as(op, rule): the rule in the operator's place until the test is over."""
+    right = {}
+
+    def enter(op, rule):
+        right.setdefault(op, find_rule(op))
+        db.register_rule(op, rule, replace=True)
+
+    yield enter
+    for op, rule in right.items():
+        db.register_rule(op, rule, replace=True)
+
+
+def _u(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("op", "reads", "inputs"),
+    [
+        (aten.sin.default, frozenset(), None),  # reads its input
+        (aten.tanh.default, frozenset({"inputs"}), None),  # reads its output
+        (aten.mm.default, frozenset({"inputs"}), lambda live: (live[0], live[1])),  # the other one
+        (aten.mm.default, frozenset({"inputs"}), lambda live: (all(live), all(live))),
+    ],
+    ids=["input", "output", "the wrong factor", "one factor alone"],
+)
+def test_a_read_that_is_not_declared_is_caught(registered_as, op, reads, inputs):
+    args = (_u(3, 4), _u(4, 5)) if op is aten.mm.default else (_u(3, 4),)
+    db.check_rule(op, *args)
+    registered_as(op, replace(find_rule(op), reads=reads, reads_inputs=inputs))
+    with pytest.raises(db.CheckError, match="undeclared read"):
+        db.check_rule(op, *args)
+
+
+def test_a_read_that_goes_unnoticed_is_caught(registered_as):
+    """A rule that takes a missing value for a one does not fail; it is wrong."""
+    right = find_rule(aten.sin.default)
+
+    def silent(call, y, wanted):
+        u = call.inputs[0]
+        return (y if u is None else y * u.cos(),)
+
+    registered_as(aten.sin.default, replace(right, backward=silent, forms=lambda node: ()))
+    db.check_rule(aten.sin.default, _u(5))
+    tangent = lambda call, q: q[0] * _u(5).cos()  # noqa: E731
+    bend = lambda call, xi, q, wanted: (-_u(5).sin() * q[0] * xi,)  # noqa: E731
+    registered_as(
+        aten.sin.default,
+        replace(right, backward=silent, tangent=tangent, curvature=bend, reads=frozenset(),
+                seeded=None),
+    )  # fmt: skip
+    with pytest.raises(db.CheckError, match="declared reads, backward 0"):
+        db.check_rule(aten.sin.default, _u(5))
+
+
+@pytest.mark.parametrize("pair", [(0, 1), (1, 0)])
+def test_a_curvature_that_is_denied_is_caught(registered_as, pair):
+    op, args = aten.mul.Tensor, (_u(3, 4), _u(4))
+    right = find_rule(op)
+    db.check_rule(op, *args)
+    registered_as(op, replace(right, curves=lambda i, j: (i, j) != pair and right.curves(i, j)))
+    with pytest.raises(db.CheckError, match=rf"curves\({pair[0]}, {pair[1]}\) is False"):
+        db.check_rule(op, *args)
+
+
+def test_a_curvature_of_one_input_that_is_denied_is_caught(registered_as):
+    right = find_rule(aten.tanh.default)
+    registered_as(aten.tanh.default, replace(right, curves=lambda i, j: False))
+    with pytest.raises(db.CheckError, match=r"curves\(0, 0\) is False"):
+        db.check_rule(aten.tanh.default, _u(4))
+
+
+def _halved(way: Seeded, part: str) -> Seeded:
+    """A way of running many seeds whose backward, tangent or sources are half of what they are."""
+
+    def half(parts):
+        return tuple(None if p is None else p / 2 for p in parts)
+
+    def backward(*args):
+        found = way.backward(*args)
+        return half(found) if part == "backward" else found
+
+    def both(*args):
+        out, sources = way.both(*args)
+        if part == "tangent":
+            return out / 2, sources
+        return out, half(sources) if part == "curvature" else sources
+
+    return replace(way, backward=backward, both=both)
+
+
+@pytest.mark.parametrize("part", ["backward", "tangent", "curvature"])
+@pytest.mark.parametrize("op", [aten.tanh.default, aten.linear.default, aten.softmax.int])
+def test_a_wrong_way_with_many_seeds_is_caught(registered_as, op, part):
+    args = {
+        aten.tanh.default: (_u(4),),
+        aten.linear.default: (_u(2, 3), _u(4, 3)),
+        aten.softmax.int: (_u(2, 4), 1),
+    }[op]
+    right = find_rule(op)
+    db.check_rule(op, *args)
+    registered_as(op, replace(right, seeded=_halved(right.seeded, part)))
+    with pytest.raises(db.CheckError, match=f"seeded, {part}"):
+        db.check_rule(op, *args)
+
+
+def test_seeds_that_are_folded_where_examples_meet_are_caught(registered_as):
+    """A product from the left couples the rows of u; with one input live, its seeds may not join
+    the batch."""
+    right = find_rule(aten.mm.default)
+    registered_as(aten.mm.default, replace(right, seeded=fold(1, lambda call: True)))
+    with pytest.raises(db.CheckError, match="seeded='fold' fails"):
+        db.check_rule(aten.mm.default, _u(4, 4), _u(4, 4))
+
+
+def test_a_report_prints_its_ten_worst_rows():
+    rows = [Row(f"row {i}", 10.0**-i, 1.0, 1.0) for i in range(2, 40)]
+    text = str(CheckReport(tuple(rows), 1e-5))
+    lines = text.splitlines()
+    assert [line.split("  ")[0].strip() for line in lines[1:11]] == [
+        f"row {i}" for i in range(2, 12)
+    ]
+    assert sum("← wrong" in line for line in lines) == 3
+    assert lines[11] == "… and 28 more, none above 1.0e-12"
+    assert lines[12].startswith(
+        "DISAGREES with the oracle in 38 quantities; worst 1.0e-02, allowed"
+    )
+    assert "relative to ‖oracle‖" in lines[12]
+    many = str(CheckReport(tuple(rows), 5e-15))
+    assert "← wrong" in many and "… and 28 more, 3 of them wrong" in many
+    assert "more" not in str(CheckReport(tuple(rows[:10]), 1.0)).splitlines()[-2]
 
 
 def test_a_wrong_rule_fails_the_check_of_a_model():

@@ -19,9 +19,10 @@ from ..errors import CheckError, InputError
 from ..graph import Meta, Node, Ref
 from ..penalised import Penalised
 from ..penalties.fallback import on_autograd
-from ..rules import Call, Rule, find_rule
+from ..rules import Call, Rule, find_rule, seeded
 
 TOLERANCE = 1e-10  # relative, float64
+SHOWN = 10  # rows of a printed report
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Row:
 
 @dataclass(frozen=True)
 class CheckReport:
-    """The comparison, worst first; prints as a table."""
+    """The comparison; prints as a table of the ten worst rows and a count of the others."""
 
     rows: tuple[Row, ...]
     tolerance: float
@@ -60,19 +61,30 @@ class CheckReport:
         }
 
     def __str__(self) -> str:
-        width = max([len(row.name) for row in self.rows] + [8])
+        worst = sorted(self.rows, key=lambda row: -row.error)
+        shown, others = worst[:SHOWN], worst[SHOWN:]
+        width = max([len(row.name) for row in shown] + [8])
         lines = [self.title] if self.title else []
         lines.append(
             f"{'quantity':<{width}}  {'relative error':>14}  {'‖ours‖':>10}  {'‖oracle‖':>10}"
         )
-        for row in sorted(self.rows, key=lambda r: -r.error):
+        for row in shown:
             mark = "" if row.error <= self.tolerance else "  ← wrong"
             lines.append(
                 f"{row.name:<{width}}  {row.error:>14.1e}  {row.ours:>10.3e}  "
                 f"{row.oracle:>10.3e}{mark}"
             )
+        if others:
+            wrong = sum(row.error > self.tolerance for row in others)
+            more = f"{wrong} of them wrong" if wrong else f"none above {others[0].error:.1e}"
+            lines.append(f"… and {len(others)} more, {more}")
         verdict = "agrees with" if self.passed else "DISAGREES with"
-        lines.append(f"{verdict} the oracle; worst {self.worst:.1e}, allowed {self.tolerance:.0e}")
+        count = f"{len(self.rows)} quantit{'y' if len(self.rows) == 1 else 'ies'}"
+        lines.append(
+            f"{verdict} the oracle in {count}; worst {self.worst:.1e}, allowed "
+            f"{self.tolerance:.0e}, relative to ‖oracle‖, or to a millionth of the largest "
+            "‖oracle‖ where that is more"
+        )
         return "\n".join(lines)
 
 
@@ -205,9 +217,10 @@ def check_rule(
 
     op: an ATen overload, `torch.ops.aten.tanh.default`; args: float64 sample arguments. Checked:
     forward, backward, tangent, curvature, and what the planner trusts: a linear or piecewise
-    linear rule has no curvature, and `diagonal`, `same_entries` and `per_example` hold; its other
-    `forms` likewise. wrt: which tensor arguments are differentiated, all floating-point ones if
-    left out. Raises `CheckError`.
+    linear rule has no curvature; `curves` denies none that is there; `diagonal`, `same_entries`
+    and `per_example` hold; nothing is read that `reads` does not name; many seeds at once
+    (`seeded`) give what one after another do; its other `forms` likewise. wrt: which tensor
+    arguments are differentiated, all floating-point ones if left out. Raises `CheckError`.
 
     >>> import torch, doubleback as db
     >>> report = db.check_rule(torch.ops.aten.tanh.default, torch.randn(4, dtype=torch.float64))
@@ -216,7 +229,8 @@ def check_rule(
     """
     rule = rule or find_rule(op)
     sample = _Sample(op, args, kwargs, rule, wrt, seed)
-    rows = compare({**sample.against_autograd(), **sample.declared()})
+    pairs = {**sample.against_autograd(), **sample.declared(), **sample.curving()}
+    rows = compare({**pairs, **sample.reading(), **sample.seeding()})
     report = CheckReport(tuple(rows), tolerance, f"{op}: rule against autograd")
     if report.passed and finite_differences:
         second = compare(sample.against_differences())
@@ -352,6 +366,121 @@ class _Sample:
                 pairs[f"per example {slot}"] = self._apart(y, u, u.shape[0])
         return pairs
 
+    def curving(self) -> dict[str, tuple[Any, Any]]:
+        """∂_i∂_jF, by autograd, where `curves(i, j)` says that there is none."""
+        leaves = [
+            t.clone().requires_grad_(f) for t, f in zip(self.inputs, self.floats, strict=True)
+        ]
+        active = [
+            (o, x) for o, x in zip(self._stock(leaves), self.xi, strict=True) if x is not None
+        ]
+        slots = [i for i, f in enumerate(self.floats) if f]
+        chosen = [leaves[i] for i in slots]
+        pulls = torch.autograd.grad(
+            [o for o, _ in active], chosen, [x for _, x in active],
+            create_graph=True, allow_unused=True,
+        )  # fmt: skip
+        pairs: dict[str, tuple[Any, Any]] = {}
+        for j, pull in zip(slots, pulls, strict=True):
+            q = self.q[j]
+            if pull is None or q is None or not pull.requires_grad:
+                continue
+            along = (pull * q).sum()
+            found = torch.autograd.grad(along, chosen, retain_graph=True, allow_unused=True)
+            for i, source in zip(slots, found, strict=True):
+                if source is not None and not self.rule.curves(i, j):
+                    pairs[f"curves({i}, {j}) is False, source"] = (
+                        torch.zeros_like(source), source
+                    )  # fmt: skip
+        return pairs
+
+    # ----------------------------------------------------- what the plan and the sweeps trust
+
+    def _lives(self) -> list[list[bool]]:
+        """Which inputs are differentiated: all, and each by itself."""
+        slots = [i for i, f in enumerate(self.floats) if f]
+        alone = [[i == slot for i in range(len(self.floats))] for slot in slots]
+        return [list(self.floats), *(alone if len(slots) > 1 else [])]
+
+    def _bare(self, live: Sequence[bool]) -> Call:
+        """The call as the sweeps make it: with the values that the rule declares to read, with
+        indices and masks, and with nothing else."""
+        rule, call = self.rule, self.call
+        if rule.reads_inputs is not None:
+            reads = rule.reads_inputs(live)
+        else:
+            reads = ("inputs" in rule.reads,) * len(live)
+        inputs = tuple(
+            t if read or not m.differentiable else None
+            for t, m, read in zip(call.inputs, call.metas, reads, strict=True)
+        )
+        return replace(call, inputs=inputs, out=call.out if "output" in rule.reads else None)
+
+    def reading(self) -> dict[str, tuple[Any, Any]]:
+        """The rule without the values that it does not declare to read, against itself with all."""
+        pairs: dict[str, tuple[Any, Any]] = {}
+        for live in self._lives():
+            whole = self._parts(*self._once(self.call, live))
+            try:
+                bare = self._parts(*self._once(self._bare(live), live))
+            except Exception as error:  # whatever a formula makes of None
+                raise CheckError(
+                    f"{self.call.node.op}: undeclared read: with the values that the rule declares "
+                    f"to read (reads={sorted(self.rule.reads)}, inputs {_named(live)} "
+                    f"differentiated) it fails: {error}"
+                ) from error
+            for name, theirs in whole.items():
+                pairs[f"declared reads, {name}, inputs {_named(live)}"] = (bare[name], theirs)
+        return pairs
+
+    def seeding(self, seeds: int = 2) -> dict[str, tuple[Any, Any]]:
+        """Many seeds at once against one after another."""
+        if self.rule.seeded is None:
+            return {}
+        xi = [self.xi, *([self._like(x) for x in self.xi] for _ in range(seeds - 1))]
+        q = [self.q, *([self._like(t) for t in self.q] for _ in range(seeds - 1))]
+        pairs: dict[str, tuple[Any, Any]] = {}
+        for live in self._lives():
+            call = self._bare(live)
+            own = [
+                [t if on else None for t, on in zip(tangents, live, strict=True)] for tangents in q
+            ]
+            packed, moved = self._pack(_stack(xi)), tuple(_stack(own))
+            found = []
+            for way in (seeded.LOOP, self.rule.seeded):
+                try:
+                    with torch.no_grad():
+                        pulled = way.backward(self.rule, call, packed, live, seeds)
+                        pushed, bent = way.both(self.rule, call, packed, moved, live, True, seeds)
+                except Exception as error:  # whatever shapes that do not fit make of it
+                    raise CheckError(
+                        f"{call.node.op}: {seeds} seeds with inputs {_named(live)} differentiated: "
+                        f"seeded={way.name!r} fails: {error}"
+                    ) from error
+                found.append(self._parts(pulled, pushed, bent))
+            for name, theirs in found[0].items():
+                pairs[f"seeded, {name}, inputs {_named(live)}"] = (found[1][name], theirs)
+        return pairs
+
+    def _like(self, t: Tensor | None) -> Tensor | None:
+        return None if t is None else self._random(t)
+
+    def _once(self, call: Call, live: Sequence[bool]) -> tuple[Sequence, Any, Sequence]:
+        """backward, tangent and curvature where these inputs alone are differentiated."""
+        q = tuple(t if on else None for t, on in zip(self.q, live, strict=True))
+        xi = self._pack(self.xi)
+        with torch.no_grad():
+            pulled = self.rule.backward(call, xi, live)
+            pushed, bent = self.rule.both(call, xi, q, live, True)
+        return pulled, pushed, bent
+
+    def _parts(self, pulled: Sequence, pushed: Any, bent: Sequence) -> dict[str, Any]:
+        """By name; None where a part is zero."""
+        outs = pushed if self.call.node.many and pushed is not None else (pushed,)
+        named = {f"backward {i}": g for i, g in enumerate(pulled)}
+        named |= {f"tangent {i}": t for i, t in enumerate(outs)}
+        return named | {f"curvature {i}": s for i, s in enumerate(bent)}
+
     def _apart(self, y: Tensor, u: Tensor, parts: int) -> tuple[Tensor, Tensor]:
         """(derivatives of the first and the last part of y in the other parts of u, zero)."""
         (first,) = torch.autograd.grad(y[:1].sum(), u, retain_graph=True)
@@ -393,6 +522,18 @@ class _Sample:
         )
         slopes = [None if q is None else next(found) for q in self.q]
         return tuple(o.detach() for o in outs), slopes
+
+
+def _named(live: Sequence[bool]) -> str:
+    return " and ".join(str(i) for i, on in enumerate(live) if on)
+
+
+def _stack(rows: Sequence[Sequence[Tensor | None]]) -> list[Tensor | None]:
+    """One tensor per column with the rows along a new first axis, None where a column is."""
+    return [
+        None if column[0] is None else torch.stack([t for t in column if t is not None])
+        for column in zip(*rows, strict=True)
+    ]
 
 
 __all__ = ["CheckReport", "Row", "check", "check_rule", "compare"]

@@ -1,4 +1,4 @@
-"""The command line: ``doubleback demo``, ``check``, ``explain``, ``landscape``, ``reproduce``.
+"""The command line: ``doubleback demo``, ``check``, ``explain``, ``landscape``.
 
 Exit status: 0 for success, 1 when ``check`` finds a wrong gradient and only then, 2 for what
 cannot be run (a bad argument, a missing extra, any :class:`~doubleback.DoublebackError`: one line
@@ -87,16 +87,6 @@ def _parser() -> argparse.ArgumentParser:
         commands.add_parser(
             "landscape", help="find the jumps of a penalty along one parameter of a net, exactly"
         )
-    )
-    reproduce = commands.add_parser(
-        "reproduce", help="draw the figures of the paper, and check what it says about them"
-    )
-    reproduce.add_argument(
-        "--out", default="reproduced", metavar="FOLDER", help="default: %(default)s"
-    )
-    reproduce.add_argument("--seed", type=int, default=3, metavar="S", help="default: %(default)s")
-    reproduce.add_argument(
-        "--only", action="append", metavar="FIGURE", help="this figure alone; may be repeated"
     )
     return parser
 

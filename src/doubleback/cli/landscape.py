@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterable
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import doubleback as db
 from doubleback import landscape as L
 from doubleback.cli import UsageError, require
 from doubleback.cli.target import build
-from doubleback.landscape.program import make_program
-from doubleback.landscape.structure import find_motion
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -41,7 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
     path = L.follow(model.net, inputs[0], along, _span(arguments.span))
     curve = L.penalty(path, model.penalty, *inputs[1:])
     verdict = L.judge(curve)
-    files = _write(out, path, curve, verdict)
+    files = L.drawing.write_landscape(out, curve, verdict)
     if arguments.json:
         print(json.dumps(verdict.as_dict(), indent=2))
     else:
@@ -76,7 +73,7 @@ def _along(arguments: argparse.Namespace, model: db.Penalised, inputs: tuple[Ten
     if sum(item is not None for item in chosen) > 1:
         raise UsageError("choose one of --parameter, --layer and --input-line")
     if arguments.parameter is not None:
-        return L.Entry.parse(arguments.parameter)
+        return L.Coordinate.parse(arguments.parameter)
     if arguments.layer is not None:
         return L.random_direction(model.net, *arguments.layer.split(","), seed=arguments.seed)
     if arguments.input_line:
@@ -86,72 +83,19 @@ def _along(arguments: argparse.Namespace, model: db.Penalised, inputs: tuple[Ten
     return _steepest(model, inputs)
 
 
-def _steepest(model: db.Penalised, inputs: tuple[Tensor, ...]) -> L.Entry:
+def _steepest(model: db.Penalised, inputs: tuple[Tensor, ...]) -> L.Coordinate:
     """The entry in which the penalty is steepest, of the weights that a kink follows."""
     _, penalty = model(*inputs)
     named = {name: p for name, p in model.net.named_parameters() if p.dim() > 1}
-    names = _before_kinks(model.net, inputs[0], named)
+    names = [name for name in L.before_kinks(model.net, inputs[0]) if name in named]
+    if not names:
+        raise UsageError("no weight of the net lies before a kink (ReLU, abs, max-pool, …)")
     grads = torch.autograd.grad(penalty.mean(), [named[n] for n in names], allow_unused=True)
     best, entry = -1.0, None
     for name, g in zip(names, grads, strict=True):
         if g is not None and float(g.abs().max()) > best:
             index = torch.unravel_index(g.abs().argmax(), g.shape)
-            best, entry = float(g.abs().max()), L.Entry(name, tuple(map(int, index)))
+            best, entry = float(g.abs().max()), L.Coordinate(name, tuple(map(int, index)))
     if entry is None:
         raise UsageError("the penalty depends on no weight before a kink: choose --parameter")
     return entry
-
-
-def _before_kinks(net: nn.Module, x: Tensor, named: Iterable[str]) -> list[str]:
-    program, found, refused = make_program(net, x), [], None
-    for name in named:
-        try:
-            if name in program.names and find_motion(program, {program.names[name]: 1}).kinks:
-                found.append(name)
-        except db.NotPiecewiseLinearError as error:
-            refused = refused or error
-    if found:
-        return found
-    raise refused or UsageError("no weight of the net lies before a kink (ReLU, abs, max-pool, …)")
-
-
-def _write(out: Path, path: L.Path, curve: L.Curve, verdict: L.Verdict) -> list[Path]:
-    from doubleback.landscape import drawing
-    from doubleback.reproduce.experiment import Report, Table
-    from doubleback.reproduce.page import write_page
-
-    worst = curve.slope.jumps()
-    example = int(worst.example[worst.height.abs().argmax()]) if len(worst) else 0
-    with drawing.style():
-        figure, axes = drawing.panels(2, 2)
-        for row, (name, f) in enumerate((("$R$", curve.value), ("$∂R$", curve.slope))):
-            drawing.draw_mean(axes[2 * row], f)
-            axes[2 * row].set_title(f"mean of {name} over {path.examples}")
-            drawing.draw_pieces(axes[2 * row + 1], f, example, drawing.ORANGE)
-            axes[2 * row + 1].set_title(f"{name}, example {example}")
-        for ax in axes:
-            drawing.mark_rest(ax, path.rest)
-            ax.set_xlabel(str(path.along) if isinstance(path.along, L.Entry) else "$t$")
-        png, pdf = drawing.save(figure, out, "landscape")
-    order = worst.height.abs().argsort(descending=True)[:20].tolist()
-    rows = [
-        (path.breakpoints[k].t, float(worst.height[k]) / path.examples,
-         ", ".join(map(str, path.breakpoints[k].units[:4])), path.breakpoints[k].example)
-        for k in order
-    ]  # fmt: skip
-    report = Report(
-        "landscape", str(path.along),
-        "The penalty R and its derivative along the path: the batch mean, with every jump, and the "
-        "example with the highest jump. Dashed: the network as it is.",
-        tables=[
-            Table("Highest jumps of the mean of ∂R", ("at", "height", "units", "example"), rows),
-            Table("Roughness", ("", "R", "∂R"),
-                  [(k, v, getattr(verdict.slope, k)) for k, v in vars(verdict.value).items()]),
-        ],
-    )  # fmt: skip
-    page, numbers = out / "index.html", out / "landscape.json"
-    between = "exact" if curve.value.exact else "interpolated; exact at breakpoints"
-    facts = [("penalty", curve.name), ("between breakpoints", between)]
-    write_page(page, "Loss landscape", str(verdict), facts, [report], [png])
-    numbers.write_text(json.dumps(verdict.as_dict(), indent=1) + "\n", encoding="utf-8")
-    return [png, pdf, page, numbers]

@@ -2,23 +2,35 @@
 
 `follow` finds every breakpoint of a path; `output`, `gradient` and `penalty` are the curves along
 it, with exact jumps; `roughness` and `judge` say what they mean; `partition` cuts a window of input
-space into linear regions. `doubleback.landscape.drawing` draws them (matplotlib).
+space into linear regions; `drawing` draws them (matplotlib) and writes pages. This is the room's
+only door: its other modules are private.
 """
 
+from . import drawing
 from .curves import Curve, Jumps, Piecewise, gradient, output, penalty
-from .path import Breakpoint, Path, Unit, follow
-from .paths import Direction, Entry, InputLine, random_direction
+from .network import Network
+from .paths import (
+    Breakpoint,
+    Coordinate,
+    Direction,
+    InputLine,
+    Path,
+    Unit,
+    before_kinks,
+    follow,
+    random_direction,
+)
 from .polytopes import Polytopes, Region, Window, partition
-from .statistics import Roughness, roughness
-from .verdict import Verdict, judge
+from .verdict import Roughness, Verdict, fit_exponent, judge, roughness
 
 __all__ = [
     "Breakpoint",
+    "Coordinate",
     "Curve",
     "Direction",
-    "Entry",
     "InputLine",
     "Jumps",
+    "Network",
     "Path",
     "Piecewise",
     "Polytopes",
@@ -27,6 +39,9 @@ __all__ = [
     "Unit",
     "Verdict",
     "Window",
+    "before_kinks",
+    "drawing",
+    "fit_exponent",
     "follow",
     "gradient",
     "judge",

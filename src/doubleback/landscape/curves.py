@@ -10,7 +10,7 @@ are exact in any case.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,8 +23,7 @@ from ..penalties.kinds import LossGradient, OutputGradient, Penalty
 from ..penalties.losses import SquaredError
 from ..penalties.norms import SquaredNorm
 from .jets import Jets
-from .path import Path
-from .paths import moving_leaves
+from .paths import Path, moving_leaves
 from .roots import horner
 
 SMOOTH = ((16, 8), (64, 4), (math.inf, 2))  # up to so many pieces per example, this degree
@@ -99,11 +98,13 @@ class Piecewise:
 
 @dataclass(frozen=True, eq=False)
 class Curve:
-    """A quantity and its derivative along the path."""
+    """A quantity and its derivative along the path; `again(other)` is the same quantity along
+    another path of the same examples."""
 
     name: str
     value: Piecewise
     slope: Piecewise
+    again: Callable[[Path], Curve]
 
 
 def output(path: Path, index: int | tuple[int, ...] = 0) -> Curve:
@@ -114,8 +115,8 @@ def output(path: Path, index: int | tuple[int, ...] = 0) -> Curve:
         z, dz = jets.out
         return z[(slice(None), *place)], dz[(slice(None), *place)]
 
-    degree = path.motion.degree.get(path.program.out, 0)
-    return _curve(path, f"output {index}", sample, degree)
+    degree = path.motion.degree.get(path.network.out, 0)
+    return _curve(path, f"output {index}", sample, degree, lambda other: output(other, index))
 
 
 def gradient(
@@ -146,15 +147,18 @@ def gradient(
         xi, dxi = jets.pull(v, None)
         return xi.flatten(1) @ along, dxi.flatten(1) @ along
 
-    return _curve(path, f"gradient of output {index}", sample, path.motion.slope)
+    def again(other: Path) -> Curve:
+        return gradient(other, index, direction)
+
+    return _curve(path, f"gradient of output {index}", sample, path.motion.slope, again)
 
 
 def penalty(path: Path, of: Penalty, *extra: Tensor) -> Curve:
     """R(t) = p(J*v) of every example and its derivative along the path.
 
-    of: `OutputGradient`, `LossGradient`, `Jacobian` of the output, or any whose v does not depend
-    on the output; extra: labels or targets of the whole batch, as in `Penalised`. Jacobian-squared
-    penalties of a linear output and of the squared error are polynomials on each piece (`exact`).
+    of: `OutputGradient`, `LossGradient`, an exact `Jacobian`, or any whose v does not depend on
+    the output; extra: labels or targets of the whole batch, as in `Penalised`. Squared norms of a
+    linear output's gradients and of the squared error's are polynomials on each piece (`exact`).
 
     >>> from torch import nn
     >>> import doubleback as db
@@ -163,43 +167,70 @@ def penalty(path: Path, of: Penalty, *extra: Tensor) -> Curve:
     >>> float(db.landscape.penalty(path, db.OutputGradient()).slope.coefficients.abs().max())
     0.0
     """
-    searched = isinstance(of, SpectralNorm) or (isinstance(of, Jacobian) and not of.unit_seeds)
-    if searched or (of.varying and not isinstance(of, LossGradient)):
-        raise InputError(
-            f"{of} has a seed that is drawn, iterated or made from the output in a way that is not "
-            "known here; a landscape is of OutputGradient, LossGradient, GradientMatch or Jacobian"
-        )
-    shape = (path.examples, *path.program.graph.shape(path.program.out)[1:])
+    _refuse_unknown(of)
+    shape = (path.examples, *path.network.graph.shape(path.network.out)[1:])
     of.check(shape, [path.x], *extra)
     extra = tuple(e.double() if e.is_floating_point() else e for e in extra)
 
     def sample(jets: Jets, example: Tensor) -> tuple[Tensor, Tensor]:
         z, dz = jets.out
         own = tuple(e[example] for e in extra)
-        total, slope = z.new_zeros(len(z)), z.new_zeros(len(z))
-        for v in of.vectors(z, of.bank(z)) if isinstance(of, Jacobian) else [of.seed(z, *own)]:
-            dv = of.head(z, dz, *own) if of.varying else None  # the Hessian is symmetric
+        total = (0.0, 0.0)
+        for v, dv in _seeds(of, z, dz, *own):
             xi, dxi = jets.pull(v, dv)
             value, (q,) = of.measure([xi], *own)
-            total, slope = total + value, slope + (q * dxi).flatten(1).sum(1)
-        return total, slope
+            total = total[0] + value, total[1] + (q * dxi).flatten(1).sum(1)
+        return total  # type: ignore[return-value]
 
-    return _curve(path, repr(of), sample, _degree(path, of))
+    def again(other: Path) -> Curve:
+        return penalty(other, of, *extra)
+
+    return _curve(path, repr(of), sample, _degree(path, of), again)
+
+
+def _refuse_unknown(of: Penalty) -> None:
+    """A landscape is a function of weights and inputs: nothing drawn at random, no iteration."""
+    takes = "a landscape takes OutputGradient, LossGradient or an exact Jacobian"
+    if isinstance(of, SpectralNorm):
+        raise InputError(
+            f"SpectralNorm finds its direction by iteration, from a random one; {takes}"
+        )
+    if isinstance(of, Jacobian):
+        if of.projections is not None:
+            raise InputError(
+                f"Jacobian(projections={of.projections}) draws random directions; {takes}: leave "
+                "projections out"
+            )
+    elif of.varying and not isinstance(of, LossGradient):
+        raise InputError(
+            f"{type(of).__name__} has a v that depends on the output in a way that is not known "
+            f"here; {takes}"
+        )
+
+
+def _seeds(of: Penalty, z: Tensor, dz: Tensor, *own: Tensor) -> Iterator[tuple[Tensor, Any]]:
+    """Every v and its derivative along the path, ∂v/∂out·∂out. Each v that varies is a gradient in
+    the output, so that ∂v/∂out is symmetric and the penalty's head, its adjoint, gives it."""
+    if not isinstance(of, Jacobian):
+        yield of.seed(z, *own), of.head(z, dz, *own) if of.varying else None
+        return
+    for one in of.bank(z).split(1):
+        yield of.vectors(z, one)[0], of.head_of(z, one, dz[None])
 
 
 def _degree(path: Path, of: Penalty) -> int | None:
     if type(of.norm) is not SquaredNorm:
         return None
-    if isinstance(of, (OutputGradient, Jacobian)):
+    if isinstance(of, OutputGradient) or (isinstance(of, Jacobian) and not of.varying):
         return 2 * path.motion.slope
     if isinstance(of, LossGradient) and isinstance(of.loss, SquaredError):
-        return 2 * (path.motion.slope + path.motion.degree.get(path.program.out, 0))
+        return 2 * (path.motion.slope + path.motion.degree.get(path.network.out, 0))
     return None
 
 
 def _index(path: Path, index: int | tuple[int, ...]) -> tuple[int, ...]:
     place = (index,) if isinstance(index, int) else tuple(index)
-    shape = path.program.graph.shape(path.program.out)[1:]
+    shape = path.network.graph.shape(path.network.out)[1:]
     if len(place) != len(shape) or not all(-n <= i < n for i, n in zip(place, shape, strict=True)):
         raise InputError(f"output index {index!r} does not fit one example's output, {shape}")
     return place
@@ -208,7 +239,9 @@ def _index(path: Path, index: int | tuple[int, ...]) -> tuple[int, ...]:
 Sample = Callable[[Jets, Tensor], tuple[Tensor, Tensor]]
 
 
-def _curve(path: Path, name: str, sample: Sample, degree: int | None) -> Curve:
+def _curve(
+    path: Path, name: str, sample: Sample, degree: int | None, again: Callable[[Path], Curve]
+) -> Curve:
     exact = degree is not None and degree <= HIGHEST
     if degree is None:
         per_example = len(path.start) / path.examples
@@ -222,7 +255,10 @@ def _curve(path: Path, name: str, sample: Sample, degree: int | None) -> Curve:
     if exact and count > 1:  # one degree less: the last coefficient is rounding
         slope_coefficients = slope_coefficients[:, :-1]
     return Curve(
-        name, Piecewise(path, values @ fit, exact), Piecewise(path, slope_coefficients, exact)
+        name,
+        Piecewise(path, values @ fit, exact),
+        Piecewise(path, slope_coefficients, exact),
+        again,
     )
 
 
@@ -232,19 +268,19 @@ def _vandermonde(nodes: Tensor) -> Tensor:
 
 def sample_pieces(path: Path, sample: Sample, nodes: Tensor) -> tuple[Tensor, Tensor]:
     """A quantity and its derivative in t at the same relative places of every piece: (P, K)."""
-    program, count = path.program, len(nodes)
+    network, count = path.network, len(nodes)
     lo, hi = path.normalised(path.start), path.normalised(path.end)
     mid, half = (lo + hi) / 2, (hi - lo) / 2
     at = (mid[:, None] + half[:, None] * nodes).flatten()
-    moving = moving_leaves(program, path.x, path.along, path.centre, path.radius)
+    moving = moving_leaves(network, path.x, path.along, path.centre, path.radius)
     rows = torch.arange(len(lo)).repeat_interleave(count)
-    width = max(m.bytes // 8 for m in program.graph.values if m is not None)
+    width = max(m.bytes // 8 for m in network.graph.values if m is not None)
     size = max(1, BUDGET // width)
     parts: list[Any] = []
     with torch.no_grad():
         for row, place in zip(rows.split(size), at.split(size), strict=True):
             example = path.example[row]
-            jets = Jets(program, path.motion, path.x, moving, example, mid[row], place)
+            jets = Jets(network, path.motion, path.x, moving, example, mid[row], place)
             parts.append(sample(jets, example))
     value = torch.cat([v for v, _ in parts]).reshape(-1, count)
     slope = torch.cat([d for _, d in parts]).reshape(-1, count)

@@ -22,10 +22,10 @@ from torch import Tensor
 
 from ..graph import Node
 from ..rules import Call, Rule
+from .motion import Motion, factors, partner, passes_through
+from .network import Network, mapped, run_fixed, run_rows
 from .pieces import propagate
-from .program import Program, mapped, run_fixed, run_rows
 from .roots import horner
-from .structure import Motion, factors, partner, passes_through
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Jets:
 
     def __init__(
         self,
-        program: Program,
+        network: Network,
         motion: Motion,
         x: Tensor,
         moving: Mapping[int, tuple[Tensor, Tensor]],
@@ -61,13 +61,13 @@ class Jets:
         mid: Tensor,
         at: Tensor,
     ) -> None:
-        self.program, self.motion, self.mid, self.at = program, motion, mid, at
+        self.network, self.motion, self.mid, self.at = network, motion, mid, at
         self.values: dict[int, Jet | Shared] = {}
-        fixed = run_fixed(program, {**moving, program.x: None})
+        fixed = run_fixed(network, {**moving, network.x: None})
         self.values.update({v: Shared((t,)) for v, t in fixed.items()})
         plain = dict(fixed)
         for v, (base, slope) in moving.items():
-            if v != program.x:
+            if v != network.x:
                 self.values[v] = Shared((base, slope))
                 continue
             base, slope = base[example].unsqueeze(1), slope[example].unsqueeze(1)
@@ -76,21 +76,21 @@ class Jets:
             )
         # what does not move is computed once per example, then handed to its rows
         few, place = example.unique(return_inverse=True)
-        if program.x not in moving:
-            plain[program.x] = x[few].unsqueeze(1)
-            self.values[program.x] = _still(plain[program.x], place)
-        for node in program.nodes:
+        if network.x not in moving:
+            plain[network.x] = x[few].unsqueeze(1)
+            self.values[network.x] = _still(plain[network.x], place)
+        for node in network.nodes:
             if motion.moves(node):
                 self._forward(node)
-            elif node.outputs[0] in program.active:
-                run_rows(program, node, plain)
+            elif node.outputs[0] in network.active:
+                run_rows(network, node, plain)
                 for v in node.outputs:
                     self.values[v] = _still(plain[v], place)
 
     @property
     def out(self) -> tuple[Tensor, Tensor]:
         """z and ∂ₛz, (N, …)."""
-        found = self.values[self.program.out]
+        found = self.values[self.network.out]
         assert isinstance(found, Jet)
         slope = torch.zeros_like(found.at) if found.slope is None else found.slope
         return found.at.squeeze(1), slope.squeeze(1)
@@ -102,7 +102,7 @@ class Jets:
         if all(isinstance(i, Shared) for i in inputs) and node.index not in self.motion.kinks:
             self._shared(node, inputs)  # type: ignore[arg-type]
             return
-        rule = self.program.rules[node.index]
+        rule = self.network.rules[node.index]
         if node.index in self.motion.kinks:
             fn, inputs = self._kink, [self._spread(i) for i in inputs]
         elif factors(rule, node) is not None:
@@ -120,7 +120,7 @@ class Jets:
                 self.values[v] = Jet(*jet)
 
     def _shared(self, node: Node, inputs: Sequence[Shared]) -> None:
-        found = propagate(self.program, node, [i.coefficients for i in inputs])
+        found = propagate(self.network, node, [i.coefficients for i in inputs])
         for v, coefficients in zip(node.outputs, found, strict=True):
             self.values[v] = Shared(tuple(coefficients))
 
@@ -139,15 +139,15 @@ class Jets:
     def _linear(self, node: Node, inputs: Sequence, _: Any) -> list:
         if passes_through(node):
             return [inputs[0]]
-        program, rule = self.program, self.program.rules[node.index]
-        mid = program.forward(node, [i[0] for i in inputs]).out
-        call = program.forward(node, [i[1] for i in inputs])
+        network, rule = self.network, self.network.rules[node.index]
+        mid = network.forward(node, [i[0] for i in inputs]).out
+        call = network.forward(node, [i[1] for i in inputs])
         slope = rule.tangent(call, [i[2] for i in inputs])
         return _zip(node, mid, call.out, slope)
 
     def _kink(self, node: Node, inputs: Sequence, _: Any) -> list:
-        rule = self.program.rules[node.index]
-        call = self.program.forward(node, [i[0] for i in inputs])
+        rule = self.network.rules[node.index]
+        call = self.network.forward(node, [i[0] for i in inputs])
         offset = rule.tangent(call, [i[1] - i[0] for i in inputs])
         slope = rule.tangent(call, [i[2] for i in inputs])
         first = (call.out, offset, slope)
@@ -156,7 +156,7 @@ class Jets:
 
     def _product(self, node: Node, inputs: Sequence, places: Sequence[Tensor]) -> list:
         """B(u, w) + c with parameters as polynomials: Σ_k s^k B(u, w_k)."""
-        rule = self.program.rules[node.index]
+        rule = self.network.rules[node.index]
         at, mid = places
 
         def value(channel: int, s: Tensor) -> Tensor:
@@ -164,7 +164,7 @@ class Jets:
 
         slope = self._combine(node, rule, inputs, [(2, 1, 0), (1, 2, 1)], at)
         if slope is not None:  # the tangent of a bias may be smaller than the output
-            slope = slope.expand(self.program.graph.shape(node.outputs[0]))
+            slope = slope.expand(self.network.graph.shape(node.outputs[0]))
         return [[value(0, mid), value(1, at), slope]]
 
     def _combine(self, node: Node, rule: Any, inputs: Sequence, terms: Sequence, s: Tensor) -> Any:
@@ -182,7 +182,7 @@ class Jets:
                     others[j] = w
                     along: list = [None] * len(inputs)
                     along[i] = u
-                    term = rule.tangent(self.program.call(node, others), along)
+                    term = rule.tangent(self.network.call(node, others), along)
                     total = _plus(total, _times(_times(term, factor_u), factor_w))
         channel = 2 if len(terms) > 1 else terms[0][0]
         for slot, part in enumerate(inputs):
@@ -191,7 +191,7 @@ class Jets:
             for factor, c in _weighted(part, channel, int(channel == 2), s):
                 along = [None] * len(inputs)
                 along[slot] = c if factor is None else c * factor
-                call = self.program.call(node, [_any(p) for p in inputs])
+                call = self.network.call(node, [_any(p) for p in inputs])
                 total = _plus(total, rule.tangent(call, along))
         return total
 
@@ -199,15 +199,15 @@ class Jets:
 
     def pull(self, v: Tensor, dv: Tensor | None) -> tuple[Tensor, Tensor]:
         """J*v and ∂ₛ(J*v) for a seed of the output's shape and its derivative, (N, …)."""
-        program = self.program
+        network = self.network
         xi: dict[int, list] = {
-            program.out: [v.unsqueeze(1), None if dv is None else dv.unsqueeze(1)]
+            network.out: [v.unsqueeze(1), None if dv is None else dv.unsqueeze(1)]
         }
-        for node in reversed(program.nodes):
+        for node in reversed(network.nodes):
             parts = [xi.pop(o, None) for o in node.outputs]
             if not any(part is not None for part in parts) or passes_through(node):
                 continue
-            wanted = [o in program.active for o in node.inputs]
+            wanted = [o in network.active for o in node.inputs]
             if not any(wanted):
                 continue
             rows, shared = _apart([self.values[o] for o in node.inputs])
@@ -220,15 +220,15 @@ class Jets:
                 if want and pair is not None:
                     old = xi.get(value, [None, None])
                     xi[value] = [_plus(a, b) for a, b in zip(old, pair, strict=True)]
-        found = xi.get(program.x)
-        like = self.values[program.x]
+        found = xi.get(network.x)
+        like = self.values[network.x]
         assert isinstance(like, Jet)
         zero = torch.zeros_like(like.at)
         pair = [zero if part is None else part for part in (found or [None, None])]
         return pair[0].squeeze(1), pair[1].squeeze(1)
 
     def _backward(self, node: Node, inputs: Sequence, parts: list, s: Tensor, wanted: list) -> list:
-        rule, program = self.program.rules[node.index], self.program
+        rule, network = self.network.rules[node.index], self.network
         values, slopes = (
             _gather(node, [None if p is None else p[k] for p in parts]) for k in (0, 1)
         )
@@ -236,17 +236,17 @@ class Jets:
             return self._product_backward(node, inputs, values, slopes, s, wanted)
         pull: Callable[[Any], Sequence]
         if node.index in self.motion.kinks:
-            call = program.forward(node, [_any(i, 0) for i in inputs])
+            call = network.forward(node, [_any(i, 0) for i in inputs])
             pull = partial(_pull, rule, call, wanted)
         else:
-            pull = _vjp(program, node, [_any(i) for i in inputs], wanted)
+            pull = _vjp(network, node, [_any(i) for i in inputs], wanted)
         found = [[None] * len(inputs) if y is None else pull(y) for y in (values, slopes)]
         return [list(pair) for pair in zip(*found, strict=True)]
 
     def _product_backward(
         self, node: Node, inputs: Sequence, xi: Any, dxi: Any, s: Tensor, wanted: list
     ) -> list:
-        rule = self.program.rules[node.index]
+        rule = self.network.rules[node.index]
         found: list = []
         for slot, want in enumerate(wanted):
             other = partner(rule, node, slot)
@@ -265,7 +265,7 @@ class Jets:
                     others: list = [_any(part) for part in inputs]
                     if other is not None:
                         others[other] = w
-                    grad = rule.backward(self.program.call(node, others), y, only)[slot]
+                    grad = rule.backward(self.network.call(node, others), y, only)[slot]
                     total = _plus(total, _times(grad, factor))
                 return total
 
@@ -346,7 +346,7 @@ def _pull(rule: Rule, call: Call, wanted: Sequence[bool], y: Any) -> Sequence:
 
 
 def _vjp(
-    program: Program, node: Node, inputs: Sequence[Tensor], wanted: Sequence[bool]
+    network: Network, node: Node, inputs: Sequence[Tensor], wanted: Sequence[bool]
 ) -> Callable[[Any], list]:
     """(∂F)* of a node that is linear, or does not move, by a transform that `vmap` can enter."""
     slots = [i for i, want in enumerate(wanted) if want]
@@ -355,7 +355,7 @@ def _vjp(
         whole = list(inputs)
         for slot, part in zip(slots, parts, strict=True):
             whole[slot] = part
-        out = program.call(node, whole).apply(whole)
+        out = network.call(node, whole).apply(whole)
         return tuple(out) if node.many else (out,)
 
     outs, pull = torch.func.vjp(run, *(inputs[i] for i in slots))[:2]

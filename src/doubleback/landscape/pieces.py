@@ -12,16 +12,15 @@ once per example too: rows multiply only behind the kinks that cut them.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from ..graph import Node
-from .cuts import candidates, rival_cuts, rival_flips, threshold_cuts, threshold_flips, touching
-from .kinks import Kink, Rivals, Thresholds
-from .program import Program, mapped, run_fixed, run_rows
-from .roots import horner
-from .rows import Flips, Rows, Value, apart, either, evaluate
-from .structure import Motion, factors, passes_through
+from .motion import Kink, Motion, Rivals, Thresholds, factors, passes_through
+from .network import Network, mapped, run_fixed, run_rows
+from .roots import find_roots, horner
 
 LIMIT = 2**25  # numbers in the largest polynomial of one chunk
 
@@ -31,15 +30,15 @@ class TooManyRows(Exception):
 
 
 def follow_chunk(
-    program: Program, motion: Motion, x: Tensor, moving: Mapping[int, tuple[Tensor, Tensor]]
+    network: Network, motion: Motion, x: Tensor, moving: Mapping[int, tuple[Tensor, Tensor]]
 ) -> Flips:
     """All flips of these examples. x: (M, …) float64; moving leaves as (constant, slope) in s."""
-    run = _Run(program, motion, x, moving)
-    for node in program.nodes:
+    run = _PieceRun(network, motion, x, moving)
+    for node in network.nodes:
         if node.index > run.final:  # nothing behind the last kink can end a piece
             break
         if not motion.moves(node):
-            if node.outputs[0] in program.active:
+            if node.outputs[0] in network.active:
                 run.static(node)
         elif node.index in motion.kinks:
             run.kink(node)
@@ -49,25 +48,25 @@ def follow_chunk(
     return Flips.join(run.flips)
 
 
-class _Run:
+class _PieceRun:
     def __init__(
-        self, program: Program, motion: Motion, x: Tensor, moving: Mapping[int, tuple]
+        self, network: Network, motion: Motion, x: Tensor, moving: Mapping[int, tuple]
     ) -> None:
-        self.program, self.motion = program, motion
-        self.rows = Rows(len(x))
+        self.network, self.motion = network, motion
+        self.rows = PieceRows(len(x))
         self.flips: list[Flips] = []
-        fixed = run_fixed(program, {**moving, program.x: None})
+        fixed = run_fixed(network, {**moving, network.x: None})
         self.values = {v: Value((t,)) for v, t in fixed.items()}
         self.plain: dict[int, Tensor] = dict(fixed)  # what static nodes read
-        if program.x not in moving:
-            self.plain[program.x] = x.unsqueeze(1)
-            self.values[program.x] = Value((x.unsqueeze(1),), 0)
+        if network.x not in moving:
+            self.plain[network.x] = x.unsqueeze(1)
+            self.values[network.x] = Value((x.unsqueeze(1),), 0)
         for v, (base, slope) in moving.items():
-            is_input = v == program.x
+            is_input = v == network.x
             pair = (base.unsqueeze(1), slope.unsqueeze(1)) if is_input else (base, slope)
             self.values[v] = Value(pair, 0 if is_input else None)
         self.final = max(motion.kinks, default=-1)
-        self.last = {v: node.index for node in program.nodes for v in node.inputs}
+        self.last = {v: node.index for node in network.nodes for v in node.inputs}
 
     def forget(self, node: Node) -> None:
         for v in node.inputs:
@@ -76,7 +75,7 @@ class _Run:
                 self.plain.pop(v, None)
 
     def static(self, node: Node) -> None:
-        run_rows(self.program, node, self.plain)
+        run_rows(self.network, node, self.plain)
         for v in node.outputs:
             self.values[v] = Value((self.plain[v],), 0)
 
@@ -94,7 +93,7 @@ class _Run:
         rows, shared = apart(lifted, inputs)
 
         def one(rows: Sequence, shared: Sequence) -> list:
-            return propagate(self.program, node, either(rows, shared))
+            return propagate(self.network, node, either(rows, shared))
 
         outputs = mapped(one, rows, shared)
         for v, coefficients in zip(node.outputs, outputs, strict=True):
@@ -156,12 +155,12 @@ class _Run:
         """y_k = T u_k with the derivative T of the piece, and y₀ from the value at the middle."""
         degree = max(len(c) for c in lifted) - 1
         homogeneous = isinstance(kink, Rivals) or kink.at == (0.0,)
-        rule, program = self.program.rules[node.index], self.program
+        rule, network = self.network.rules[node.index], self.network
 
         def one(rows: Sequence, shared: Sequence) -> list:
             points, middle = rows[1], rows[2]
             coefficients = either(rows[0], shared)
-            call = program.forward(node, points)
+            call = network.forward(node, points)
             found = []
             for k in range(0 if homogeneous else 1, degree + 1):
                 q = [c[k] if k < len(c) else None for c in coefficients]
@@ -178,16 +177,16 @@ class _Run:
 
 
 def propagate(
-    program: Program, node: Node, inputs: Sequence[Sequence[Tensor]]
+    network: Network, node: Node, inputs: Sequence[Sequence[Tensor]]
 ) -> list[list[Tensor]]:
     """Polynomial coefficients through a linear node or a product, for one row.
 
     linear:   y_k = A u_k                     product:  y_k = Σ_{a+b=k} B(u_a, w_b) + c_k
     """
-    rule = program.rules[node.index]
+    rule = network.rules[node.index]
     if passes_through(node):
         return [list(inputs[0])]
-    call = program.forward(node, [c[0] for c in inputs])
+    call = network.forward(node, [c[0] for c in inputs])
     found = [[part] for part in (call.out if node.many else (call.out,))]
     pair = factors(rule, node)
     degree = _product_degree(inputs, pair)
@@ -207,7 +206,7 @@ def propagate(
                 others[j] = inputs[j][b]
                 along: list = [None] * len(inputs)
                 along[i] = inputs[i][a]
-                term = rule.tangent(program.call(node, others), along)
+                term = rule.tangent(network.call(node, others), along)
                 total = term if total is None else total + term
         assert total is not None
         for column, part in zip(found, total if node.many else (total,), strict=True):
@@ -220,3 +219,240 @@ def _product_degree(inputs: Sequence[Sequence[Tensor]], pair: tuple[int, int] | 
     if pair is None:
         return single
     return max(single, len(inputs[pair[0]]) + len(inputs[pair[1]]) - 2)
+
+
+# ---------------------------------------------------------------------------------- rows
+
+CLOSE = 1e-13  # cuts nearer than this to one another are one cut (normalised coordinate)
+
+
+@dataclass
+class Flips:
+    """Changes of region, one per unit and breakpoint, ordered by example and place.
+
+    example, kink (node index), unit (flat, inside one example's output), before, after: (F,)
+    integers; at: (F,) places in the normalised coordinate.
+    """
+
+    example: Tensor
+    at: Tensor
+    kink: Tensor
+    unit: Tensor
+    before: Tensor
+    after: Tensor
+
+    @classmethod
+    def join(cls, parts: Sequence[Flips]) -> Flips:
+        names = ("example", "at", "kink", "unit", "before", "after")
+        if not parts:
+            empty = torch.empty(0, dtype=torch.long)
+            return cls(empty, torch.empty(0, dtype=torch.float64), empty, empty, empty, empty)
+        columns = {name: torch.cat([getattr(part, name) for part in parts]) for name in names}
+        order = torch.argsort(columns["at"], stable=True)
+        order = order[torch.argsort(columns["example"][order], stable=True)]
+        return cls(**{name: column[order] for name, column in columns.items()})
+
+
+@dataclass(frozen=True)
+class Value:
+    """A polynomial: coefficients (R, …) over the rows of one generation, or shared by all."""
+
+    coefficients: tuple[Tensor, ...]
+    generation: int | None = None
+
+
+class PieceRows:
+    """The current rows, and how each earlier generation is found from them."""
+
+    def __init__(self, examples: int) -> None:
+        self.example = torch.arange(examples)
+        self.lo = torch.full((examples,), -1.0, dtype=torch.float64)
+        self.hi = torch.full((examples,), 1.0, dtype=torch.float64)
+        self.maps = [torch.arange(examples)]
+
+    @property
+    def generation(self) -> int:
+        return len(self.maps) - 1
+
+    @property
+    def middle(self) -> Tensor:
+        return (self.lo + self.hi) / 2
+
+    def lift(self, value: Value, generation: int) -> tuple[Tensor, ...]:
+        """Coefficients over the rows of a later generation."""
+        if value.generation is None or value.generation == generation:
+            return value.coefficients
+        assert generation == self.generation
+        index = self.maps[value.generation]
+        return tuple(c.index_select(0, index) for c in value.coefficients)
+
+    def cut(self, row: Tensor, at: Tensor) -> None:
+        """A new generation with every row cut at these places."""
+        inside = (at > self.lo[row] + CLOSE) & (at < self.hi[row] - CLOSE)
+        row, at = row[inside], at[inside]
+        if not len(row):
+            return
+        order = torch.argsort(at)
+        order = order[torch.argsort(row[order], stable=True)]
+        row, at = row[order], at[order]
+        fresh = torch.ones_like(row, dtype=torch.bool)
+        fresh[1:] = (row[1:] != row[:-1]) | (at[1:] - at[:-1] > CLOSE)
+        row, at = row[fresh], at[fresh]
+        count = torch.bincount(row, minlength=len(self.lo))
+        parent = torch.repeat_interleave(torch.arange(len(self.lo)), count + 1)
+        first = torch.cumsum(count + 1, 0) - count - 1  # of each old row among the new
+        starts = self.lo[parent].clone()
+        place = torch.arange(len(row)) - (torch.cumsum(count, 0) - count)[row]
+        starts[first[row] + 1 + place] = at
+        ends = self.hi[parent].clone()
+        ends[first[row] + place] = at
+        self.example, self.lo, self.hi = self.example[parent], starts, ends
+        self.maps = [index[parent] for index in self.maps]
+        self.maps.append(torch.arange(len(parent)))
+
+
+def apart(items: Sequence, inputs: Sequence[Value]) -> tuple[list, list]:
+    """(what belongs to rows, what they share), None in the other's places."""
+    own = [v.generation is not None for v in inputs]
+    rows = [item if mine else None for item, mine in zip(items, own, strict=True)]
+    return rows, [None if mine else item for item, mine in zip(items, own, strict=True)]
+
+
+def either(rows: Sequence, shared: Sequence) -> list:
+    return [a if a is not None else b for a, b in zip(rows, shared, strict=True)]
+
+
+def evaluate(coefficients: Sequence[Tensor], s: Tensor, rows: bool) -> Tensor:
+    """The polynomial at one place per row."""
+    if len(coefficients) == 1 and rows:
+        return coefficients[0]
+    shape = coefficients[0].shape[1:] if rows else coefficients[0].shape
+    place = s.reshape(-1, *(1,) * len(shape))
+    found = horner(coefficients, place)
+    return found.expand(len(s), *shape)
+
+
+# ---------------------------------------------------------------------------------- cuts
+
+NEAR = 1e-9  # a value this small, relative to its coefficients, may be a root at the row's end
+
+
+def threshold_cuts(
+    kink: Thresholds, flat: Sequence[Tensor], rows: PieceRows
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Where units cross a threshold: row, unit, place."""
+    pairs, places = [], []
+    for threshold in kink.at:
+        shifted = [flat[0] - threshold if threshold else flat[0], *flat[1:]]
+        pair, at = find_roots(shifted, rows.lo[:, None], rows.hi[:, None])
+        pairs.append(pair)
+        places.append(at)
+    pair, width = torch.cat(pairs), max(flat[0].shape[1], 1)
+    return pair // width, pair % width, torch.cat(places)
+
+
+def touching(kink: Thresholds, flat: Sequence[Tensor], rows: PieceRows) -> tuple[Tensor, Tensor]:
+    """(row, unit) that may change region at the end of the row, where an earlier kink cut it: no
+    root lies inside either row, but the value is of rounding size at their common end."""
+    inner = (rows.example[1:] == rows.example[:-1]).nonzero().squeeze(1)
+    end = rows.hi[inner, None]
+    found = []
+    for side in (inner, inner + 1):
+        own = [c.index_select(0, side) for c in flat]
+        value = horner(own, end)
+        scale = NEAR * torch.stack([c.abs() for c in own]).sum(0)
+        for threshold in kink.at:
+            near = (value - threshold).abs() <= scale + NEAR * abs(threshold)
+            found.append(near.nonzero())
+    touched = torch.cat(found).unique(dim=0)
+    return inner[touched[:, 0]], touched[:, 1]
+
+
+def threshold_flips(
+    kink: Thresholds,
+    flat: Sequence[Tensor],
+    rows: PieceRows,
+    before: int,
+    cuts: tuple[Tensor, Tensor, Tensor],
+    touching: tuple[Tensor, Tensor],
+    node: int,
+) -> Flips:
+    """Cuts and touchings at which the regions in the middles of the two neighbours differ."""
+    parent = rows.maps[before]
+    old, unit, at = cuts
+    left = torch.searchsorted(4.0 * parent + rows.hi, 4.0 * old + at - 2 * CLOSE)
+    last = torch.cumsum(torch.bincount(parent, minlength=len(flat[0])), 0) - 1
+    left = torch.cat([left, last[touching[0]]])
+    unit = torch.cat([unit, touching[1]])
+    width = flat[0].shape[1]
+    pair = (left * width + unit).unique()
+    left, unit = pair // width, pair % width
+    inside = left + 1 < len(parent)
+    left, unit = left[inside], unit[inside]
+
+    def region(row: Tensor) -> Tensor:
+        own = parent[row]
+        value = horner([c[own, unit] for c in flat], rows.middle[row])
+        return torch.stack([value > threshold for threshold in kink.at]).sum(0)
+
+    first, second = region(left), region(left + 1)
+    real = (first != second) & (rows.example[left] == rows.example[left + 1])
+    left = left[real]
+    return Flips(
+        rows.example[left], rows.hi[left], torch.full_like(left, node), unit[real], first[real],
+        second[real],
+    )  # fmt: skip
+
+
+def candidates(kink: Rivals, lifted, inputs: Sequence[Value]) -> list[Tensor]:
+    """The rivals of every unit as polynomials: D+1 tensors (R, U, W)."""
+    degree = max(len(c) for c in lifted)
+    found = []
+    for k in range(degree):
+        parts = [c[k] if k < len(c) else torch.zeros_like(c[0]) for c in lifted]
+        found.append(_entries(kink, parts, inputs))
+    return found
+
+
+def _entries(kink: Rivals, parts: Sequence[Tensor], inputs: Sequence[Value]) -> Tensor:
+    rows, shared = apart(parts, inputs)
+    out = mapped(lambda r, s: kink.candidates(either(r, s)), rows, shared)
+    return kink.sign * out.reshape(out.shape[0], -1, out.shape[-1])
+
+
+def rival_cuts(entries: Sequence[Tensor], rows: PieceRows) -> tuple[Tensor, Tensor]:
+    """Where a unit's winner is overtaken: from each start, the first crossing with any rival."""
+    shape = entries[0].shape
+    row = torch.arange(shape[0]).repeat_interleave(shape[1])
+    items = [c.reshape(-1, shape[2]) for c in entries]
+    start, end = rows.lo[row], rows.hi[row]
+    found_row, found_at = [], []
+    while len(row):
+        just = torch.minimum(start + CLOSE, (start + end) / 2)
+        now = horner([c for c in items], just[:, None])
+        winner = now.argmax(1, keepdim=True)
+        lead = [c.gather(1, winner) - c for c in items]
+        index, at = find_roots(lead, just[:, None], end[:, None])
+        first = torch.full_like(start, torch.inf)
+        first.scatter_reduce_(0, index // shape[2], at, "amin")
+        go_on = first < end
+        found_row.append(row[go_on])
+        found_at.append(first[go_on])
+        row, start, end = row[go_on], first[go_on], end[go_on]
+        items = [c[go_on] for c in items]
+    return torch.cat(found_row), torch.cat(found_at)
+
+
+def rival_flips(kink: Rivals, at_mid: Sequence[Tensor], rows: PieceRows, node: int) -> Flips:
+    """Neighbouring rows of one example with different winners; a tie is no change."""
+    now = _entries(kink, at_mid, [Value((), 0)] * len(at_mid))
+    best, winner = now.max(-1)
+    joined = (rows.example[1:] == rows.example[:-1])[:, None]
+    changed = (winner[1:] != winner[:-1]) & joined
+    left, unit = changed.nonzero(as_tuple=True)
+    here, there = winner[left, unit], winner[left + 1, unit]
+    lost = now[left + 1, unit, here] < best[left + 1, unit]
+    won = now[left, unit, there] < best[left, unit]
+    real = lost & won
+    left, unit, here, there = left[real], unit[real], here[real], there[real]
+    return Flips(rows.example[left], rows.hi[left], torch.full_like(left, node), unit, here, there)

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 
 from ..errors import InputError
 from ..graph import Node
-from .kinks import Thresholds
-from .program import Program, check_input, make_program, mapped, run_fixed
-from .structure import Motion, find_motion, passes_through
+from .motion import Motion, Thresholds, find_motion, passes_through
+from .network import Network, check_input, make_network, mapped, run_fixed
 
 SLIVER = 1e-12  # corners nearer than this to a line, relative to the window, lie on it
 
@@ -93,37 +92,37 @@ def partition(net: nn.Module, window: Window, index: int | tuple[int, ...] = 0) 
         raise InputError("origin, u and v of a window must have the shape of one example")
     x = frame[0].unsqueeze(0)
     check_input(x)
-    program = make_program(net, x)
-    motion = find_motion(program, {program.x: 1})
+    network = make_network(net, x)
+    motion = find_motion(network, {network.x: 1})
     if max(motion.degree.values()) > 1:
         raise InputError("the network multiplies activations: its regions are no polygons")
-    run = _Run(program, motion, window, frame)
+    run = _RegionRun(network, motion, window, frame)
     with torch.no_grad():
-        for node in program.nodes:
+        for node in network.nodes:
             if motion.moves(node):
                 step = run.kink if node.index in motion.kinks else run.affine
                 step(node)
         return Polytopes(window, tuple(run.regions(index, frame)))
 
 
-class _Run:
+class _RegionRun:
     """Values as rows of three coefficients: constant, and slopes along p and q."""
 
     def __init__(
-        self, program: Program, motion: Motion, window: Window, frame: Sequence[Tensor]
+        self, network: Network, motion: Motion, window: Window, frame: Sequence[Tensor]
     ) -> None:
-        self.program, self.motion = program, motion
+        self.network, self.motion = network, motion
         (a, b), (c, d) = window.p, window.q
         corners = torch.tensor([[a, c], [b, c], [b, d], [a, d]], dtype=torch.float64)
         self.close = SLIVER * float((corners.max(0).values - corners.min(0).values).max())
         self.polygons = [corners]
-        self.fixed = run_fixed(program, {program.x: None})
-        self.values = {program.x: [part[None, None] for part in frame]}
+        self.fixed = run_fixed(network, {network.x: None})
+        self.values = {network.x: [part[None, None] for part in frame]}
 
     def affine(self, node: Node) -> None:
         def one(rows: Sequence, shared: Sequence) -> list:
             inputs = [r if r is not None else [s] for r, s in zip(rows, shared, strict=True)]
-            return _affine(self.program, node, inputs)
+            return _affine(self.network, node, inputs)
 
         rows = [self.values.get(v) for v in node.inputs]
         shared = [None if v in self.values else self.fixed[v] for v in node.inputs]
@@ -200,7 +199,7 @@ class _Run:
         return None
 
     def _through(self, node: Node) -> None:
-        program, rule = self.program, self.program.rules[node.index]
+        network, rule = self.network, self.network.rules[node.index]
         centres = torch.stack([p.mean(0) for p in self.polygons])
         rows = [self.values.get(v) for v in node.inputs]
         shared = [None if v in self.values else self.fixed[v] for v in node.inputs]
@@ -209,7 +208,7 @@ class _Run:
             place = rows[1]
             inputs = [r if r is not None else [s] for r, s in zip(rows[0], shared, strict=True)]
             points = [c[0] + sum(s * x for s, x in zip(c[1:], place, strict=False)) for c in inputs]
-            call = program.forward(node, points)
+            call = network.forward(node, points)
             out = call.out[0] if node.many else call.out
             found = []
             for k in (1, 2):
@@ -222,7 +221,7 @@ class _Run:
 
     def regions(self, index: int | tuple[int, ...], frame: Sequence[Tensor]):
         place = (index,) if isinstance(index, int) else tuple(index)
-        out = self.values.get(self.program.out)
+        out = self.values.get(self.network.out)
         if out is None:
             raise InputError("the output does not depend on the input")
         metric = torch.stack([part.flatten() for part in frame[1:]])
@@ -234,12 +233,12 @@ class _Run:
             yield Region(polygon, constant, (p, q), float((g @ gram @ g).sqrt()))
 
 
-def _affine(program: Program, node: Node, inputs: Sequence[Sequence[Tensor]]) -> list:
+def _affine(network: Network, node: Node, inputs: Sequence[Sequence[Tensor]]) -> list:
     """(constant, slopes) through a node that is linear in what moves."""
     if passes_through(node):
         return [list(inputs[0])]
-    rule = program.rules[node.index]
-    call = program.forward(node, [c[0] for c in inputs])
+    rule = network.rules[node.index]
+    call = network.forward(node, [c[0] for c in inputs])
     columns = [[part] for part in (call.out if node.many else (call.out,))]
     for k in (1, 2):
         slope = rule.tangent(call, [c[k] if len(c) > k else None for c in inputs])

@@ -1,4 +1,4 @@
-"""A network as a program over single examples, in float64, ready to be followed along a path.
+"""A network captured for single examples, in float64, ready to be followed along a path.
 
 The net is captured on one example and every node is run under `vmap`: any number of rows (pieces
 of the path) goes through it, whatever batch size its `view`s were written for. Batch norm with
@@ -27,7 +27,7 @@ aten = torch.ops.aten
 
 
 @dataclass(frozen=True, eq=False)
-class Program:
+class Network:
     """The captured network of one example.
 
     x, out: value numbers of input and output; leaves: parameters, buffers and constants by value
@@ -93,7 +93,7 @@ def mapped(fn: Callable[..., Any], rows: Any, shared: Any = None) -> Any:
 # --------------------------------------------------------------------------- construction
 
 
-def make_program(net: nn.Module, x: Tensor) -> Program:
+def make_network(net: nn.Module, x: Tensor) -> Network:
     """Capture a float64 copy of `net` on the first example of x, and check that it treats
     examples one by one."""
     check_input(x)
@@ -120,22 +120,37 @@ def make_program(net: nn.Module, x: Tensor) -> Program:
     _refuse_randomness(nodes)
     state = {id(t): name for name, t in (*twin.named_parameters(), *twin.named_buffers())}
     names = {state[id(t)]: value for t, value in given if id(t) in state}
-    program = Program(
+    network = Network(
         graph, nodes, {n.index: find_rule(n.op) for n in nodes}, source, target, leaves, names,
         frozenset(active),
     )  # fmt: skip
-    _check_examples_apart(program, twin, x[:8].detach().double().cpu())
-    return program
+    _check_examples_apart(network, twin, x[:8].detach().double().cpu())
+    return network
 
 
-def refreshed(program: Program, net: nn.Module) -> Program:
-    """The same program with the parameters that `net` has now: training goes on, graphs stay."""
+def refreshed(network: Network, net: nn.Module) -> Network:
+    """The same network with the parameters that `net` has now: training goes on, graphs stay."""
     state = {**dict(net.named_parameters()), **dict(net.named_buffers())}
     fresh = {
-        value: state[name].detach().to("cpu", program.leaves[value].dtype, copy=True)
-        for name, value in program.names.items()
+        value: state[name].detach().to("cpu", network.leaves[value].dtype, copy=True)
+        for name, value in network.names.items()
     }
-    return replace(program, leaves={**program.leaves, **fresh})
+    return replace(network, leaves={**network.leaves, **fresh})
+
+
+def leaky(network: Network, slope: float) -> Network | None:
+    """The same network with leaky ReLUs of this slope in place of its ReLUs; None where it has
+    none."""
+    nodes = tuple(
+        replace(node, op=aten.leaky_relu.default, args=(*node.args[:1], slope))
+        if node.op is aten.relu.default
+        else node
+        for node in network.nodes
+    )
+    if nodes == network.nodes:
+        return None
+    rules = {node.index: find_rule(node.op) for node in nodes}
+    return replace(network, nodes=nodes, rules=rules)
 
 
 def check_input(x: Any) -> None:
@@ -184,16 +199,16 @@ def _refuse_randomness(nodes: Iterable[Node]) -> None:
             raise InputError(f"{node.op} at {node.source} is random; call net.eval() first")
 
 
-def _check_examples_apart(program: Program, twin: nn.Module, x: Tensor) -> None:
+def _check_examples_apart(network: Network, twin: nn.Module, x: Tensor) -> None:
     """One by one or together: an example's output must be the same."""
     with torch.no_grad():
         together = twin(x)
-    values = run_fixed(program, {})
-    values[program.x] = x.unsqueeze(1)
-    for node in program.nodes:
-        if node.outputs[0] in program.active:
-            run_rows(program, node, values)
-    alone = values[program.out]
+    values = run_fixed(network, {})
+    values[network.x] = x.unsqueeze(1)
+    for node in network.nodes:
+        if node.outputs[0] in network.active:
+            run_rows(network, node, values)
+    alone = values[network.out]
     same = together.shape[:1] == x.shape[:1] and torch.allclose(
         together.reshape(len(x), -1), alone.reshape(len(x), -1), rtol=1e-9, atol=1e-9
     )
@@ -205,24 +220,24 @@ def _check_examples_apart(program: Program, twin: nn.Module, x: Tensor) -> None:
         )
 
 
-def run_fixed(program: Program, moving: Mapping[int, Any]) -> dict[int, Tensor]:
+def run_fixed(network: Network, moving: Mapping[int, Any]) -> dict[int, Tensor]:
     """Leaves and whatever follows from them alone, except what `moving` leaves reach."""
-    values = {v: t for v, t in program.leaves.items() if v not in moving}
-    for node in program.nodes:
+    values = {v: t for v, t in network.leaves.items() if v not in moving}
+    for node in network.nodes:
         if all(v in values for v in node.inputs):
-            out = program.forward(node, [values[v] for v in node.inputs]).out
+            out = network.forward(node, [values[v] for v in node.inputs]).out
             values.update(zip(node.outputs, out if node.many else (out,), strict=True))
     return values
 
 
-def run_rows(program: Program, node: Node, values: dict[int, Tensor]) -> None:
+def run_rows(network: Network, node: Node, values: dict[int, Tensor]) -> None:
     """One node on rows (values that depend on x) and shared values (all others)."""
-    rows = [values[v] if v in program.active else None for v in node.inputs]
-    shared = [None if v in program.active else values[v] for v in node.inputs]
+    rows = [values[v] if v in network.active else None for v in node.inputs]
+    shared = [None if v in network.active else values[v] for v in node.inputs]
 
     def one(rows: Sequence, shared: Sequence) -> Any:
         inputs = [a if a is not None else b for a, b in zip(rows, shared, strict=True)]
-        out = program.forward(node, inputs).out
+        out = network.forward(node, inputs).out
         return tuple(out) if node.many else (out,)
 
     values.update(zip(node.outputs, mapped(one, rows, shared), strict=True))

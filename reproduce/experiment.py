@@ -8,16 +8,19 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 import doubleback as db
 from doubleback import landscape as L
+from doubleback.landscape import drawing
 
 POINTS, BATCH, STEPS = 1500, 256, 1500
+ATTEMPTS = 5  # networks trained, of which the best is taken
+SEED = 3
+OURS = "ours, not in the paper"
 PLACE = 1.022  # the paper's x₀
 NODE, CDB = db.OutputGradient(), db.LossGradient("mse")
 
@@ -26,26 +29,8 @@ class ClaimError(db.DoublebackError, AssertionError):
     """A statement of the paper does not hold for these numbers."""
 
 
-@dataclass
-class Table:
-    """Numbers behind a figure: column heads and rows, ready to print."""
-
-    title: str
-    heads: tuple[str, ...]
-    rows: list[tuple]
-
-
-@dataclass
-class Report:
-    """One figure: its files' name, what it shows, what was claimed and checked, its numbers."""
-
-    name: str
-    title: str
-    caption: str
-    figure: Any = None
-    claims: list[str] = field(default_factory=list)
-    tables: list[Table] = field(default_factory=list)
-    numbers: dict[str, Any] = field(default_factory=dict)
+class Checked(drawing.Report):
+    """A figure's report whose claims are checked as they are written."""
 
     def claim(self, holds: bool, text: str) -> None:
         """Record a statement; raise where it is false."""
@@ -79,7 +64,7 @@ def train(net: nn.Module, x: Tensor, y: Tensor, steps: int) -> float:
 
 
 def fitted(
-    seed: int, act: Callable[[], nn.Module] = nn.ReLU, attempts: int = 5, steps: int = STEPS
+    seed: int, act: Callable[[], nn.Module] = nn.ReLU, attempts: int = ATTEMPTS, steps: int = STEPS
 ) -> tuple[nn.Sequential, float]:
     """The best of a few networks trained from different initial weights: a ReLU network this
     small often loses half of its units on the way."""
@@ -145,10 +130,10 @@ def prepare(seed: int, steps: int = STEPS) -> Experiment:
     unit, source = choose(net, x0)
     generator = torch.Generator().manual_seed(seed + 1)
     batch = torch.randperm(POINTS, generator=generator)[:BATCH]
-    weight, bias = L.Entry("2.weight", (unit, source)), L.Entry("2.bias", (unit,))
-    program = L.follow(net, x0, bias).program
+    weight, bias = L.Coordinate("2.weight", (unit, source)), L.Coordinate("2.bias", (unit,))
+    network = L.follow(net, x0, bias).network
     paths = {
-        key + more: L.follow(net, points, along, span_around(net, along), program=program)
+        key + more: L.follow(net, points, along, span_around(net, along), network=network)
         for key, along in (("w", weight), ("b", bias))
         for more, points in (("", x0), (" batch", x[batch]))
     }
@@ -157,23 +142,23 @@ def prepare(seed: int, steps: int = STEPS) -> Experiment:
 
 def choose(net: nn.Sequential, x0: Tensor) -> tuple[int, int]:
     """(neuron, its input) with the highest jump in ∂_w R_node, of those whose bias has one too."""
-    program, best, chosen = None, -1.0, (0, 0)
+    network, best, chosen = None, -1.0, (0, 0)
     for i in range(5):
-        along = L.Entry("2.bias", (i,))
-        path = L.follow(net, x0, along, span_around(net, along), program=program)
-        program = path.program
+        along = L.Coordinate("2.bias", (i,))
+        path = L.follow(net, x0, along, span_around(net, along), network=network)
+        network = path.network
         if not path.breakpoints:
             continue
         for j in range(8):
-            along = L.Entry("2.weight", (i, j))
-            path = L.follow(net, x0, along, span_around(net, along), program=program)
+            along = L.Coordinate("2.weight", (i, j))
+            path = L.follow(net, x0, along, span_around(net, along), network=network)
             found = L.penalty(path, NODE).slope.jumps().largest
             if found > best:
                 best, chosen = found, (i, j)
     return chosen
 
 
-def span_around(net: nn.Module, along: L.Entry) -> tuple[float, float]:
+def span_around(net: nn.Module, along: L.Coordinate) -> tuple[float, float]:
     """Two and a half to either side of the trained value, rounded to a tenth."""
     middle = round(float(dict(net.named_parameters())[along.name][along.index].detach()), 1)
     return middle - 2.5, middle + 2.5
@@ -182,7 +167,7 @@ def span_around(net: nn.Module, along: L.Entry) -> tuple[float, float]:
 # ------------------------------------------------------------------------------------ checks
 
 
-def autograd_slope(net: nn.Module, along: L.Entry, t: float, x: Tensor, y: Tensor, of: str):
+def autograd_slope(net: nn.Module, along: L.Coordinate, t: float, x: Tensor, y: Tensor, of: str):
     """(R, ∂R/∂t, ∂z/∂x at the first example) of the batch mean, by float64 autograd alone."""
     state = {name: p.detach().clone() for name, p in net.named_parameters()}
     state[along.name][along.index] = t
@@ -199,7 +184,7 @@ def autograd_slope(net: nn.Module, along: L.Entry, t: float, x: Tensor, y: Tenso
     return float(value.detach()), slope, float(s[0, 0].detach())
 
 
-def engine(net: nn.Module, along: L.Entry, of: str) -> Callable:
+def engine(net: nn.Module, along: L.Coordinate, of: str) -> Callable:
     """(t, x, y) → the same value and derivative from `Penalised`, on a copy of the net."""
     model = db.Penalised(copy.deepcopy(net), NODE if of == "node" else CDB, flatten_after=None)
     parameter = dict(model.net.named_parameters())[along.name]
@@ -219,7 +204,7 @@ def worst_error(experiment: Experiment, key: str, curve: L.Curve, of: str) -> fl
     piece of x₀'s path, or at twenty random points of the batch's."""
     path = experiment.paths[key]
     generator = torch.Generator().manual_seed(experiment.seed)
-    assert isinstance(path.along, L.Entry)
+    assert isinstance(path.along, L.Coordinate)
     if "batch" in key:
         lo, hi = path.span
         places = lo + (hi - lo) * torch.rand(20, generator=generator, dtype=torch.float64)
