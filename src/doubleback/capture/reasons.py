@@ -17,6 +17,8 @@ _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _STANDARD = os.path.dirname(os.path.abspath(os.__file__))
 
 _REMEDIES = (
+    (r"random|Random|numpy\.rand",
+     "draw random numbers with torch, not with Python's or NumPy's generator"),
     (r"data.dependent|\.item\(\)|_local_scalar_dense|GuardOnDataDependent|nonzero|unbacked",
      "keep Python's branches and sizes independent of the values of tensors (torch.where, a "
      "fixed size)"),
@@ -39,6 +41,11 @@ def reason(net: nn.Module, error: BaseException) -> CaptureError:
     """The error that a user sees."""
     inner = getattr(error, "inner_exception", None) or error
     text = _first_line(inner)
+    if "requires_grad_()" in text:
+        text = (
+            "it makes a leaf of its own inside (requires_grad_()), so that its output may not "
+            "depend on its input any more"
+        )
     hint = next((remedy for pattern, remedy in _REMEDIES if re.search(pattern, str(error))), None)
     remedy = f"\n  Remedy: {hint}." if hint else ""
     where = _line(error)
