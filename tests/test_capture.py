@@ -363,18 +363,16 @@ def assert_on_autograd(net, x, match):
 
 
 @pytest.mark.parametrize("trained", [False, True])
-@pytest.mark.parametrize(
-    "bend, match", [(Reverse.apply, "a backward of its own"), (doubled, "register_hook")]
-)
-def test_backward_passes_of_their_own_run_on_autograd(bend, match, trained):
+@pytest.mark.parametrize("bend", [Reverse.apply, doubled])
+def test_backward_passes_of_their_own_run_on_autograd(bend, trained):
     net, x = Bent(bend).double(), torch.randn(5, 4, dtype=torch.float64)
     net.first.requires_grad_(trained)
-    assert_on_autograd(net, x, match)
+    assert_on_autograd(net, x, "cannot be captured")
 
 
 def test_a_function_is_seen_under_inference_mode():
     model = db.Penalised(Bent(Reverse.apply), db.OutputGradient(0), strict=True)
-    with torch.inference_mode(), pytest.raises(db.CaptureError, match="a backward of its own"):
+    with torch.inference_mode(), pytest.raises(db.CaptureError):
         model(torch.randn(5, 4))
 
 

@@ -31,6 +31,7 @@ from .rules import Call, Rule, Structure
 from .rules import register as register_rule
 from .rules import unregister as unregister_rule
 from .spaces.parameters import parameter_spaces
+from .with_gradient import WithGradient
 
 __version__ = "0.1.0"
 
@@ -68,6 +69,7 @@ __all__ = [
     "StaleGraphError",
     "Structure",
     "ThirdDerivativeError",
+    "WithGradient",
     "check",
     "check_adjoint",
     "check_rule",

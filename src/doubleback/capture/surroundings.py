@@ -2,14 +2,17 @@
 
 Dynamo takes classes to be finished: a method that is replaced on a class later, or a hook for all
 modules, goes unnoticed; so does an Enum that a dictionary is looked up with. Each of these is rare,
-few in number and quick to compare.
+few in number and quick to compare. Older versions of PyTorch also miss a module whose class is
+swapped, and numbers of a class that serves as a record.
 """
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Hashable, Iterator, Mapping
+from types import ModuleType
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import nn
@@ -32,19 +35,21 @@ class Surroundings:
             kind for kind in sorted(kinds, key=lambda k: k.__qualname__)
             if issubclass(kind, nn.Module) and kind is not nn.Module
         ]  # fmt: skip
-        self._places = list(_enums(modules))
+        self._modules = [ref(module) for module in modules]  # the key is not to keep them alive
+        self._places = list(_watched(modules))
         hooks = torch.nn.modules.module
         self._hooks = [getattr(hooks, name, {}) for name in _GLOBAL_HOOKS]
 
     def key(self) -> Hashable:
         hooks = tuple([tuple(hook) for hook in self._hooks])
         methods = tuple([tuple(map(id, vars(kind).values())) for kind in self._classes])
-        enums = tuple([id(_at(holder, name)) for holder, name in self._places])
-        return hooks, methods, enums
+        types = tuple([type(module()) for module in self._modules])
+        return hooks, methods, types, tuple([_mark(holder, name) for holder, name in self._places])
 
 
-def _enums(modules: list[nn.Module]) -> Iterator[tuple[Any, Any]]:
-    """Where Enums lie: (what holds one, under which name)."""
+def _watched(modules: list[nn.Module]) -> Iterator[tuple[Any, Any]]:
+    """Where Enums lie, and the entries of classes that serve as records: (what holds one, under
+    which name)."""
     seen: set[int] = set()
     stack: list[tuple[Any, int]] = [(vars(module), 0) for module in modules]
     while stack:
@@ -52,19 +57,32 @@ def _enums(modules: list[nn.Module]) -> Iterator[tuple[Any, Any]]:
         if id(holder) in seen:
             continue
         seen.add(id(holder))
-        items = holder.items() if isinstance(holder, Mapping) else enumerate(holder)
+        record = isinstance(holder, type)
+        entries: Any = vars(holder) if record else holder
+        items = entries.items() if isinstance(entries, Mapping) else enumerate(entries)
         for name, item in list(items):
-            if isinstance(item, enum.Enum):
-                yield holder, name
-            elif depth < DEEPEST and not isinstance(item, (nn.Module, torch.Tensor, type)):
-                if isinstance(item, (dict, list, tuple)):
-                    stack.append((item, depth + 1))
-                elif hasattr(item, "__dict__"):
-                    stack.append((vars(item), depth + 1))
+            if isinstance(item, enum.Enum) or (record and not str(name).startswith("__")):
+                yield entries, name
+            if depth >= DEEPEST or isinstance(item, (nn.Module, torch.Tensor, enum.Enum)):
+                continue
+            if isinstance(item, (dict, list, tuple)) or _is_record(item):
+                stack.append((item, depth + 1))
+            elif hasattr(item, "__dict__") and not isinstance(item, (type, ModuleType)):
+                stack.append((vars(item), depth + 1))
 
 
-def _at(holder: Any, name: Any) -> Any:
+def _is_record(item: Any) -> bool:
+    """A class that somebody wrote to hold numbers, as far as one can tell: no module's, none of
+    PyTorch's or Python's own."""
+    if not isinstance(item, type) or issubclass(item, nn.Module):
+        return False
+    return item.__module__.partition(".")[0] not in ("torch", "builtins", "typing", "numpy")
+
+
+def _mark(holder: Any, name: Any) -> Any:
+    """What tells a value apart from another: plain ones themselves, others by identity."""
     try:
-        return holder[name]
+        value = holder[name]
     except (KeyError, IndexError):
         return None
+    return value if type(value) in (bool, int, float, str, type(None)) else id(value)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,9 @@ from ..graph import Meta, Node, Ref
 from ..penalised import Penalised
 from ..penalties.fallback import on_autograd
 from ..rules import Call, Rule, find_rule, seeded
+from ..with_gradient import WithGradient
+
+Model = Penalised | WithGradient
 
 TOLERANCE = 1e-10  # relative, float64
 SHOWN = 10  # rows of a printed report
@@ -119,7 +123,7 @@ def _finite(ours: Tensor | None, oracle: Tensor | None) -> tuple[Tensor | None, 
 
 
 def check(
-    model: Penalised, *args: Any, tolerance: float = TOLERANCE, seed: int = 0, **kwargs: Any
+    model: Model, *args: Any, tolerance: float = TOLERANCE, seed: int = 0, **kwargs: Any
 ) -> CheckReport:
     """Compare this very model with autograd's double backward in float64.
 
@@ -133,8 +137,8 @@ def check(
     >>> db.check(model, torch.randn(2, 3)).worst < 1e-10
     True
     """
-    if not isinstance(model, Penalised):
-        raise InputError(f"check takes a Penalised model, not {type(model).__name__}")
+    if not isinstance(model, (Penalised, WithGradient)):
+        raise InputError(f"check takes a Penalised or a WithGradient, not {type(model).__name__}")
     args, kwargs = _double((args, kwargs))
     engine, oracle = (copy.deepcopy(model).double() for _ in range(2))
     engine.strict, engine.compile_mode, engine.flatten_after = True, False, None
@@ -148,15 +152,20 @@ def check(
     report = CheckReport(
         tuple(compare({name: (ours.get(name), theirs.get(name)) for name in {**theirs, **ours}})),
         tolerance,
-        f"{type(model.net).__name__} with {model.penalty!r}, float64 against {by}",
+        f"{type(model.net).__name__} with {_what(model)}, float64 against {by}",
     )
     if not report.passed:
         raise CheckError(str(report), report)
     return report
 
 
-def _oracle_forward(model: Penalised, patch: bool = False) -> Any:
-    return lambda *args, **kwargs: on_autograd(model, model._call(args, kwargs), patch)
+def _what(model: Model) -> str:
+    return "its gradient" if isinstance(model, WithGradient) else repr(model.penalty)
+
+
+def _oracle_forward(model: Model, patch: bool = False) -> Any:
+    by = model.by_autograd if isinstance(model, WithGradient) else partial(on_autograd, model)
+    return lambda *args, **kwargs: by(model._call(args, kwargs), patch)
 
 
 def _double(tree: Any) -> Any:
@@ -168,7 +177,7 @@ def _double(tree: Any) -> Any:
 
 
 def _measure(
-    model: Penalised, forward: Any, args: Any, kwargs: Any, seed: int
+    model: Model, forward: Any, args: Any, kwargs: Any, seed: int
 ) -> dict[str, Tensor | None]:
     """Everything a training step yields, for a fixed random weighting of outputs and penalty."""
     args, kwargs = pytree.tree_map_only(
@@ -185,13 +194,16 @@ def _measure(
         t for t in pytree.tree_leaves(result) if isinstance(t, Tensor) and t.is_floating_point()
     ]
     generator = torch.Generator().manual_seed(seed)
-    total = penalty.double().sum()
-    for out in outputs:
+    several = isinstance(model, WithGradient)
+    measured = list(pytree.tree_leaves(penalty)) if several else [penalty]
+    total = torch.zeros(()).double() if several else penalty.double().sum()
+    for out in (*outputs, *measured) if several else outputs:
         weights = torch.randn(out.shape, generator=generator, dtype=torch.float64)
         total = total + (out * weights.to(out.device)).sum() / max(out.numel(), 1)
     if total.requires_grad:
         total.backward()
-    found: dict[str, Tensor | None] = {"penalty": penalty}
+    names = [f"gradient {i}" for i in range(len(measured))] if several else ["penalty"]
+    found: dict[str, Tensor | None] = dict(zip(names, measured, strict=True))
     found.update({f"output {i}": out for i, out in enumerate(outputs)})
     found.update({f"∇ input {i}": x.grad for i, x in enumerate(call.x)})
     found.update({f"∇ argument {i}": t.grad for i, t in call.asked.items()})

@@ -60,10 +60,29 @@ class Program:
             torch.zeros_like(leaves[v]) if u is None else u
             for v, u in zip(plan.penalised, xi, strict=True)
         ]
-        values, state.q0 = penalty.measure(xi, *extra)
-        if self.asked or penalty.coupled:
-            state.xi[sweeps.INPUTS] = xi
+        values = self._measured(state, xi, extra)
         return First(outputs, values, mutated, state if keep else None)
+
+    def _measured(self, state: sweeps.State, xi: list[Tensor], extra: Sequence[Any]) -> Any:
+        """p per example; what the tangents will start from goes into the state."""
+        values, state.q0 = self.penalty.measure(xi, *extra)
+        if self.asked or self.penalty.coupled:
+            state.xi[sweeps.INPUTS] = xi
+        return values
+
+    def _start(self, state: sweeps.State, along: Any, extra: Sequence[Any]) -> dict[int, Tensor]:
+        """q₀ at each penalised input, for what arrived at the values."""
+        xi = state.xi.get(sweeps.INPUTS, ())
+        q0 = self.penalty.weighted(state.q0, xi, along, *extra)
+        return dict(zip(self.plan.penalised, q0, strict=True))
+
+    def results(self, values: Any) -> tuple[Tensor, ...]:
+        """What is handed out of the values."""
+        return (self.penalty.reduce(values),)
+
+    def along(self, grads: Sequence[Tensor | None], batch: int) -> Any:
+        """What arrived at the values, from what arrived at the results; None for nothing."""
+        return None if grads[0] is None else self.penalty.unreduce(grads[0], batch)
 
     def last(
         self,
@@ -85,8 +104,7 @@ class Program:
         own: list[Tensor | None] = [None] * len(self.asked)
         if grad_values is not None:
             xi = state.xi.get(sweeps.INPUTS, ())
-            q0 = penalty.weighted(state.q0, xi, grad_values, *extra)
-            start = dict(zip(plan.penalised, q0, strict=True))
+            start = self._start(state, grad_values, extra)
             if not keep:
                 state.q0 = []
             h, gamma = sweeps.tangent(plan, state, start, keep=keep, watch=watch)
@@ -177,6 +195,34 @@ def join(gamma: dict[int, Tensor], value: int, grad: Tensor | None) -> None:
         gamma[value] = add(gamma.get(value), grad)  # type: ignore[assignment]
 
 
+@dataclass(frozen=True, eq=False)
+class GradientProgram(Program):
+    """The sweeps of a network that returns ξ₀ = J*v itself: one value for each penalised input, and
+    what arrives there is q₀. `penalty` is what knows v."""
+
+    def _measured(self, state: sweeps.State, xi: list[Tensor], extra: Sequence[Any]) -> Any:
+        held = {t.untyped_storage()._cdata for t in pytree.tree_leaves((state.values, state.xi))
+                if isinstance(t, Tensor)}  # fmt: skip
+        # a copy of what is held: it is the caller's, who may write to it
+        return [
+            u.clone() if u.untyped_storage()._cdata in held else u for u in map(self._usual, xi)
+        ]
+
+    def _start(self, state: sweeps.State, along: Any, extra: Sequence[Any]) -> dict[int, Tensor]:
+        metas = self.plan.graph.values
+        return {
+            v: q.to(metas[v].dtype)  # type: ignore[union-attr]
+            for v, q in zip(self.plan.penalised, along, strict=True)
+            if q is not None
+        }
+
+    def results(self, values: Any) -> tuple[Tensor, ...]:
+        return tuple(values)
+
+    def along(self, grads: Sequence[Tensor | None], batch: int) -> Any:
+        return None if all(g is None for g in grads) else list(grads)
+
+
 @dataclass(eq=False)
 class Job:
     """One call: its program, the values no gradient is asked of, and what backward needs.
@@ -214,7 +260,8 @@ class Bridge(torch.autograd.Function):
         outputs, values, mutated, state = program.first(leaves, job.extra)
         job.mutations.update(mutated)
         ctx.set_materialize_grads(False)
-        ctx.job, ctx.state, ctx.batch = job, state, values.shape[0]
+        ctx.job, ctx.state = job, state
+        ctx.batch = values.shape[0] if isinstance(values, Tensor) else 0
         ctx.inputs = tensors
         read = (*tensors, *job.read(outputs))  # tensors made under inference_mode count no changes
         ctx.versions = [(t, t._version) for t in read if not t.is_inference()]
@@ -223,7 +270,7 @@ class Bridge(torch.autograd.Function):
         ctx.mark_non_differentiable(
             *(r for r in results if not (r.is_floating_point() or r.is_complex()))
         )
-        return (*results, program.penalty.reduce(values))
+        return (*results, *(t.detach() for t in program.results(values)))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -237,13 +284,16 @@ class Bridge(torch.autograd.Function):
         if not keep:
             ctx.versions = None
         program: Program = ctx.job.program
-        *outputs, penalty = grads
+        count = len(program.plan.outputs)
+        outputs, arrived = grads[:count], grads[count:]
         with torch.no_grad(), no_autocast():
-            weights = None if penalty is None else program.penalty.unreduce(penalty, ctx.batch)
+            weights = program.along(arrived, ctx.batch)
             seeds = dict(zip(program.plan.outputs, outputs, strict=True))
             found = program.last(ctx.state, ctx.job.extra, seeds, weights, keep=keep)
         if torch.is_grad_enabled():
-            found = _differentiable(found, ctx, penalty, outputs)
+            linear = ctx.batch and len(arrived) == 1
+            penalty, rest = (arrived[0], outputs) if linear else (None, grads)
+            found = _differentiable(found, ctx, penalty, rest)
         if not keep:
             ctx.state = ctx.inputs = None
         return (None, *found)

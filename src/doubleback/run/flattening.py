@@ -198,6 +198,12 @@ class FlattenedProgram:
     def penalty(self) -> Any:
         return self.program.penalty
 
+    def results(self, values: Any) -> tuple[Tensor, ...]:
+        return self.program.results(values)
+
+    def along(self, grads: Sequence[Tensor | None], batch: int) -> Any:
+        return self.program.along(grads, batch)
+
     def first(self, leaves: Mapping[int, Tensor], extra: Sequence[Any], keep: bool = True) -> First:
         if not self.replay.tick():
             return self.program.first(leaves, extra, keep)
@@ -205,11 +211,11 @@ class FlattenedProgram:
 
         def run(given: Sequence[Tensor]) -> Any:
             values, more = pack.rebuild(given)
-            outputs, values, mutated, state = self.program.first(values, more, keep)
+            outputs, measured, mutated, state = self.program.first(values, more, keep)
             kept = (state.values, state.saved, state.xi, state.q0) if keep else ()
             # clones: what the caller receives is not to alias an input or what is kept
             outputs = [fresh(t, given) for t in outputs]
-            return (outputs, values, [fresh(mutated[n], given) for n in plan.mutations]), kept
+            return (outputs, measured, [fresh(mutated[n], given) for n in plan.mutations]), kept
 
         key = ("first", keep, pack.key)
         flat = self.replay.get(key, run, pack.tensors, pass_inputs=True)
@@ -217,14 +223,12 @@ class FlattenedProgram:
             return self.program.first(leaves, extra, keep)
         given = pack.tensors
         results = flat.launch(list(given))
-        head = len(plan.outputs) + 1 + len(plan.mutations)
         tensors = [
             given[x.number] if isinstance(x, Input) else results[x]
             for x in flat.leaves
             if not isinstance(x, tuple)
         ]
-        outputs, values = tensors[: len(plan.outputs)], tensors[len(plan.outputs)]
-        mutated = dict(zip(plan.mutations, tensors[len(plan.outputs) + 1 : head], strict=True))
+        outputs, values, mutated = split(plan, flat.spec, tensors)
         return First(outputs, values, mutated, FlatState(tensors, flat, key) if keep else None)
 
     def last(
@@ -275,6 +279,17 @@ class FlattenedProgram:
         if flat is None:
             return self.program.step(leaves, extra, loss, target, weight)
         return flat(pack.tensors)
+
+
+def split(plan: Plan, spec: Any, tensors: Sequence[Tensor]) -> tuple[list, Any, dict]:
+    """(outputs, values, buffers to write) from the flat results of a `first`, whose nested form is
+    ((outputs, values, buffers), state)."""
+    several = spec[2][0][2][1]  # the structure of the values; None: one tensor
+    start = len(plan.outputs)
+    end = start + (1 if several is None else len(several[2]))
+    values = tensors[start] if several is None else list(tensors[start:end])
+    written = tensors[end : end + len(plan.mutations)]
+    return list(tensors[:start]), values, dict(zip(plan.mutations, written, strict=True))
 
 
 def fresh(result: Tensor, given: Sequence[Tensor]) -> Tensor:

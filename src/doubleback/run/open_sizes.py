@@ -27,7 +27,7 @@ from ..kernels import for_compiler
 from ..plan.steps import Plan
 from . import inductor, nested, straight_line
 from .bridge import First
-from .flattening import Flat, Input, Pack, fresh
+from .flattening import Flat, Input, Pack, fresh, split
 
 VARIANTS = 4  # flat graphs of one program that answer questions about sizes differently
 
@@ -254,6 +254,12 @@ class OpenProgram:
     def penalty(self) -> Any:
         return self.program.penalty
 
+    def results(self, values: Any) -> tuple[Tensor, ...]:
+        return self.program.results(values)
+
+    def along(self, grads: Sequence[Tensor | None], batch: int) -> Any:
+        return self.program.along(grads, batch)
+
     def first(self, leaves: Mapping[int, Tensor], extra: Sequence[Any], keep: bool = True) -> First:
         given = _Given(self.family, self.numbers, leaves, (tuple(extra),))
         plan, variant = self.plan, self.family.variant(given.numbers)
@@ -278,27 +284,30 @@ class OpenProgram:
             for x in flat.leaves
             if not isinstance(x, tuple)
         ]
-        count, head = len(plan.outputs), len(plan.outputs) + 1 + len(plan.mutations)
-        mutated = dict(zip(plan.mutations, tensors[count + 1 : head], strict=True))
+        outputs, values, mutated = split(plan, flat.spec, tensors)
         state = None
         if keep:
             extras = flat.examples[len(given.open) :]
             state = OpenState(tensors, flat, key, variant, given.numbers, extras)
-        return First(tensors[:count], tensors[count], mutated, state)
+        return First(outputs, values, mutated, state)
 
     def last(
         self,
         state: Any,
         extra: Sequence[Any],
         grad_outputs: Mapping[int, Tensor | None],
-        grad_values: Tensor | None,
+        grad_values: Any,
         keep: bool = False,
     ) -> list[Tensor | None]:
         if not isinstance(state, OpenState):
             return self.program.last(state, extra, grad_outputs, grad_values, keep)
         variant = state.variant
         grads = {v: g.contiguous() for v, g in grad_outputs.items() if g is not None}
-        values = None if grad_values is None else grad_values.contiguous()
+        values = grad_values
+        if values is not None:
+            several = not isinstance(values, Tensor)
+            measured = [None if g is None else g.contiguous() for g in values] if several else None
+            values = values.contiguous() if measured is None else measured
         pack = Pack((tuple(extra), grads, values))
         here = len(pack.tensors)
 
@@ -308,12 +317,18 @@ class OpenProgram:
 
         def examples() -> list[Tensor]:
             own = [variant.like(g, variant.metas[v].shape) for v, g in grads.items()]
-            if values is not None:
-                own.append(variant.like(values, state.flat.fakes[len(self.plan.outputs)].shape))
+            arrived = [values] if isinstance(values, Tensor) else values or []
+            own += [
+                variant.like(g, like.shape)
+                for g, like in zip(
+                    arrived, state.flat.fakes[len(self.plan.outputs) :], strict=False
+                )
+                if g is not None
+            ]
             return [*state.extras, *own, *state.flat.fakes]
 
         places, others = tuple(pack.places), tuple(pack.others)
-        key = ("last", state.key, places, others, tuple(grads), values is None)
+        key = ("last", state.key, pack.structure, places, others)
         flat = variant.get(key, run, examples)
         if flat is None:
             whole = state.rebuild(state.tensors)
