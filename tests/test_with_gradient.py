@@ -182,7 +182,7 @@ def test_a_path_that_names_nothing_is_told_the_nearest():
 
 
 @pytest.mark.parametrize("after", [0, None])
-@pytest.mark.parametrize("v", [1, (2,), torch.sin, "sum"], ids=str)
+@pytest.mark.parametrize("v", [1, (2,), torch.sin, "sum"], ids=["1", "(2,)", "sin", "sum"])
 def test_which_cotangent(v, after):
     net, x = dense(), torch.randn(5, 4, dtype=torch.float64)
 

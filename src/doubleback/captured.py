@@ -6,6 +6,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -24,19 +25,30 @@ from .state_dicts import accept_plain_keys
 
 @dataclass(frozen=True)
 class Site:
-    """One call, captured: the graph without open sizes, and the tensors it starts from.
+    """One call, captured.
 
-    key: which graph, at which sizes, with which inputs penalised; open: the graph as captured.
+    open: the graph, whose sizes may be open; numbers: those of its symbols in this call; inputs:
+    the tensors it starts from; outputs, shape: its outputs and the target's shape at these numbers;
+    key: which graph, at which sizes, with which inputs penalised.
     """
 
     call: Arguments
-    graph: Graph
     open: Graph
+    numbers: tuple
     inputs: Sequence[Any]
     penalised: tuple[int, ...]
-    target: int
-    numbers: tuple
+    outputs: tuple
+    shape: tuple[int, ...]
     key: tuple
+
+    @property
+    def target(self) -> int:
+        return self.open.targets[0]
+
+    @cached_property
+    def graph(self) -> Graph:
+        """Without open sizes: where sweeps run node by node, or are planned for the first time."""
+        return self.open.at(self.numbers)
 
 
 SETTLED = 50  # calls of one size after which it is worth a flat graph of its own
@@ -171,28 +183,33 @@ class CapturedModule(nn.Module):
             if place is not None:
                 inputs[place] = x
         unused = tuple(i for i, place in enumerate(found) if place is None)
-        key = (id(graph), numbers, unused, tuple([call.x[i].shape for i in unused]))
+        if unused:
+            graph = self._extended(graph, unused, call)
+            for i in unused:
+                found[i] = len(inputs)
+                inputs.append(call.x[i])
+        penalised: Any = tuple([graph.inputs[place] for place in found])  # type: ignore[index]
+        outputs, shapes = graph.ends_at(numbers)
+        key = (id(graph), numbers, penalised)
+        return Site(call, graph, numbers, inputs, penalised, outputs, shapes[0], key)
+
+    def _extended(self, graph: Graph, unused: tuple[int, ...], call: Arguments) -> Graph:
+        """The graph with inputs that it does not read."""
+        key = (id(graph), unused, tuple([call.x[i].shape for i in unused]))
         held = self._bound.get(key)
-        if held is None:  # with the open graph, so that no other one gets its number
-            held = graph, _with_inputs(graph.at(numbers), [call.x[i] for i in unused])
+        if held is None:  # with the graph itself, so that no other one gets its number
+            held = graph, _with_inputs(graph, [call.x[i] for i in unused])
             remember(self._bound, key, held)
-        bound = held[1]
-        for i in unused:
-            found[i] = len(inputs)
-            inputs.append(call.x[i])
-        penalised = tuple([bound.inputs[place] for place in found])  # type: ignore[index]
-        return Site(
-            call, bound, graph, inputs, penalised, bound.targets[0], numbers, (key, penalised)
-        )  # type: ignore[arg-type]
+        return held[1]
 
     # ------------------------------------------------------------------- plans and programs
 
     def _planned(
         self, site: Site, gradients: bool, copies: bool, varying: bool, key: tuple, make: Callable
     ) -> tuple[Any, dict[int, Tensor]]:
-        """(the program that `make(plan)` yields, kept by `key` and all that the plan depends on;
-        the graph's state)."""
-        graph = site.graph
+        """(the program that `make(plan, key)` yields, kept by `key` and all that the plan depends
+        on; the graph's state). The plan may be one that was made at other sizes."""
+        graph = site.open
         state = read_state(graph, site.inputs, graph.mutations if copies else ())
         wanted = frozenset(v for v, t in state.items() if gradients and t.requires_grad)
         how = (self.debug, self.compile_mode, self.flatten_after, self.recompute)
@@ -200,13 +217,14 @@ class CapturedModule(nn.Module):
         program = self._programs.get(key)
         if program is None:
             program = make(self._plan(site, wanted, varying), key[1:])
-            remember(self._programs, key, program)
+            if not isinstance(program, OpenProgram):  # which is made in no time
+                remember(self._programs, key, program)
         if not self.allow_unused:
             self._refuse_unused(site, program.plan)
         return program, state
 
     def _plan(self, site: Site, wanted: frozenset[int], varying: bool) -> Plan:
-        """The plan at this call's sizes; one that was made at others is only filled in."""
+        """The plan, at the sizes of the call that it was made for."""
         key = (id(site.open), site.penalised, wanted, varying, self.recompute)
         _, plan = self._plans.get(key, (None, None))
         if plan is None:
@@ -218,22 +236,21 @@ class CapturedModule(nn.Module):
             except RuleError as error:  # an operator that draws and has no rule
                 raise CaptureError(str(error)) from error
             remember(self._plans, key, (site.open, plan))
-        return plan.at(site.graph)
+        return plan
 
     def _swept(self, site: Site, plan: Plan, make: Callable[[Plan], Any], key: tuple) -> Any:
         """The program `make(plan)`, whose sweeps run flat unless one is debugging: by graphs for
         these sizes, or for all sizes where they change."""
-        program = make(plan)
         if self.debug:
-            return program
-        if not site.open.symbols or len(site.graph.inputs) > len(site.open.inputs):
-            return FlattenedProgram(program, self._replay(site))
-        key = (id(site.open), *key)
+            return make(plan.at(site.graph))
+        if not site.open.symbols:
+            return FlattenedProgram(make(plan), self._replay(site))
+        key = (id(site.open), site.penalised, *key)
         _, family = self._families.get(key, (None, None))
         if family is None:
             family = Family(site.open, plan, make, self.compile_mode, self.flatten_after)
             remember(self._families, key, (site.open, family))
-        return OpenProgram(program, family, site.numbers)
+        return OpenProgram(family, site.numbers, lambda: make(plan.at(site.graph)))
 
     def _refuse_unused(self, site: Site, plan: Plan) -> None:
         for value, x in zip(site.penalised, site.call.x, strict=True):
@@ -253,12 +270,12 @@ class CapturedModule(nn.Module):
         mutated: Mapping[int, Tensor], gradients: bool,
     ) -> list[Any]:  # fmt: skip
         """Write what the network writes, and put its outputs in their order."""
-        graph = site.graph
+        graph = site.open
         written = {v: mutated.get(place, prelude.get(v)) for place, v in graph.mutations.items()}
         write_state(graph, site.inputs, written)  # type: ignore[arg-type]
         swept = dict(zip(plan.outputs, outputs, strict=True))
         found = []
-        for item in graph.outputs:
+        for item in site.outputs:
             if isinstance(item, tuple):
                 found.append(item[0])
                 continue

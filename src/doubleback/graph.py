@@ -118,6 +118,28 @@ class Graph:
         """The symbols' numbers for these inputs."""
         return tuple(_read(given[where[0]], *where[1:]) for where in self.symbols.values())
 
+    def filler(self, tree: Any) -> Callable[[Sequence[Any]], Any]:
+        """A function from the symbols' numbers to this part of the program without open sizes."""
+        sizes = list(dict.fromkeys(_open(tree)))
+        if not sizes:
+            return lambda numbers: tree
+        compute = compile_sizes([size.expr for size in sizes], list(self.symbols))
+
+        def fill(numbers: Sequence[Any]) -> Any:
+            bound = dict(zip(sizes, compute(*numbers), strict=True))
+            return map_leaves(tree, lambda leaf: bound[leaf] if type(leaf) is Size else leaf)
+
+        return fill
+
+    @cached_property
+    def _ends(self) -> Callable[[Sequence[Any]], Any]:
+        shapes = tuple(self.shape(v) if isinstance(v, int) else () for v in self.targets)
+        return self.filler((self.outputs, shapes))
+
+    def ends_at(self, numbers: Sequence[Any]) -> tuple[tuple, tuple]:
+        """(outputs, the targets' shapes) at these numbers."""
+        return self._ends(numbers)
+
     def at(self, numbers: Sequence[Any]) -> Graph:
         """The program for these numbers of its symbols (see `read_symbols`), without open sizes."""
         if not self.symbols:

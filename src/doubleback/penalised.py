@@ -129,7 +129,7 @@ class Penalised(CapturedModule):
             site = self._site(graph, inputs, call)
             program, state = self._program(site, gradients)
             plan, asked = program.plan, call.asked if gradients else {}
-            prelude = run_prelude(plan, state)
+            prelude = run_prelude(program.prelude, state)
             job = Job(program, {v: prelude[v] for v in plan.constants}, call.constants)
             swept = [prelude[v] for v in (*plan.penalised, *plan.effective)]
             if plan.trained or asked:
@@ -186,10 +186,10 @@ class Penalised(CapturedModule):
         def run(graph: Graph, inputs: Sequence[Any]) -> Sequence[Any]:
             site = self._site(graph, inputs, call)
             if own_loss is not None:
-                own_loss.check(site.graph.shape(site.target), target)
+                own_loss.check(site.shape, target)
             program, state = self._program(site, True, copies=False, loss=own_loss)
             plan = program.plan
-            prelude = run_prelude(plan, state)
+            prelude = run_prelude(program.prelude, state)
             values = {v: prelude[v].detach() for v in (*plan.penalised, *plan.leaves)}
             swept = (prelude[v] for v in (*plan.penalised, *plan.effective))
             ends = [*swept, *call.asked.values()]
@@ -256,7 +256,7 @@ class Penalised(CapturedModule):
         call = self._call(args, kwargs)
         site = self._find(call)
         program, _ = self._program(site, gradients=True)
-        plan = program.plan
+        plan = getattr(program, "program", program).plan  # at this call's sizes
         flat = self.flatten_after is not None and not self.debug
         replay = Replay(False, 0 if flat else None)
         if isinstance(self.penalty, Jacobian):
@@ -306,9 +306,9 @@ class Penalised(CapturedModule):
         copies: of buffers that the network updates, so that the update does not reach what is kept
         of them for a backward to come.
         """
-        call, graph = site.call, site.graph
+        call = site.call
         asked = tuple(call.asked) if gradients else ()
-        self.penalty.check(graph.shape(site.target), call.x, *call.extra)
+        self.penalty.check(site.shape, call.x, *call.extra)
         seeding = bool(asked) and any(call.asks(i) for i in self.penalty.in_seed)
         fingerprint = self.penalty.fingerprint()
         ours = fingerprint is not None and (loss is None or loss.fingerprint() is not None)
@@ -327,11 +327,14 @@ class Penalised(CapturedModule):
         replay = self._replay(site)
         if isinstance(self.penalty, Jacobian):
             replay = replay if penalty else Replay(False, None)
-            return plan_jacobian(plan, self.penalty, self.debug, replay)
+            return plan_jacobian(plan.at(site.graph), self.penalty, self.debug, replay)
         if isinstance(self.penalty, SpectralNorm):
             replay = replay if penalty else Replay(False, None)
-            return SpectralProgram.build(plan, self.penalty, self.debug, replay, self._carried)
+            return SpectralProgram.build(
+                plan.at(site.graph), self.penalty, self.debug, replay, self._carried
+            )
         if not both:
+            plan = plan.at(site.graph)
             return CallersProgram(plan, self.penalty, self.debug, asked=asked, replay=replay)
 
         def make(at: Plan) -> Program:
@@ -342,4 +345,5 @@ class Penalised(CapturedModule):
 
 def program_of(model: Penalised, *args: Any, **kwargs: Any) -> tuple[Any, dict[int, Tensor]]:
     """(the program of such a call, what it starts from); nothing of the network runs."""
-    return model._program(model._find(model._call(args, kwargs)), gradients=True)
+    program, state = model._program(model._find(model._call(args, kwargs)), gradients=True)
+    return getattr(program, "program", program), state

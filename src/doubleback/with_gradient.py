@@ -84,7 +84,7 @@ class WithGradient(CapturedModule):
             site = self._site(graph, inputs, call)
             program, state = self._program(site, gradients)
             plan = program.plan
-            prelude = run_prelude(plan, state)
+            prelude = run_prelude(program.prelude, state)
             job = Job(program, {v: prelude[v] for v in plan.constants}, ())
             swept = [prelude[v] for v in (*plan.penalised, *plan.effective)]
             if plan.trained:
@@ -107,7 +107,7 @@ class WithGradient(CapturedModule):
 
     def _program(self, site: Site, gradients: bool) -> tuple[Any, dict[int, Tensor]]:
         seed = self._seed
-        seed.check(site.graph.shape(site.target), site.call.x[:1])
+        seed.check(site.shape, site.call.x[:1])
         fingerprint = seed.fingerprint()
 
         def bare(plan: Plan) -> GradientProgram:
@@ -115,7 +115,7 @@ class WithGradient(CapturedModule):
 
         def make(plan: Plan, key: tuple) -> Any:
             if fingerprint is None:  # a v of the caller's, called as it is every time
-                return bare(plan)
+                return bare(plan.at(site.graph))
             return self._swept(site, plan, bare, key)
 
         key = (seed, fingerprint)

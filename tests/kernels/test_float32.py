@@ -469,3 +469,21 @@ def test_network(problem, training):
         ]).norm()  # fmt: skip
         assert abs(float(penalty.detach() / penalty64.detach()) - 1) <= TOLERANCE
         assert gap <= 5 * TOLERANCE * scale, float(gap / scale)
+
+
+@needs_gpu
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize(
+    ("kernel", "stride", "padding"), [(3, 2, 1), (3, 1, 1), (2, 2, 0), (3, 3, 0), (2, 1, 0)]
+)
+def test_average_pooling(kernel, stride, padding, layout):
+    """PyTorch's transpose is wrong where windows overlap and images lie channels-last."""
+    torch.manual_seed(0)
+    pool = db.operators.AveragePool((kernel,) * 2, (stride,) * 2, (padding,) * 2)
+    x = torch.randn(4, 16, 30, 30, device="cuda").contiguous(memory_format=layout)
+    y = torch.randn_like(pool.forward(None, x)).contiguous(memory_format=layout)
+    found = pool.transpose(None, y, x.shape)
+    wide = x.cpu().double().contiguous().requires_grad_()
+    out = torch.nn.functional.avg_pool2d(wide, kernel, stride, padding)
+    (expected,) = torch.autograd.grad(out, wide, y.cpu().double())
+    assert (found.cpu() - expected).norm() <= 1e-6 * expected.norm()

@@ -156,9 +156,9 @@ class _Places:
             or (isinstance(key, int) and key < len(self.own))
         )
 
-    @cached_property
+    @property
     def _parameters(self) -> list[str]:
-        return list(inspect.signature(self.net.forward).parameters)
+        return _parameters(getattr(self.net.forward, "__func__", self.net.forward))
 
     def _one(self, path: Path) -> list[int]:
         keys = path if isinstance(path, tuple) else (path,)
@@ -188,6 +188,13 @@ class _Places:
             f"{_nearest(key, [*names, *kwargs])}"
             + (f" (the last {self.extras} positional ones are the penalty's)" * bool(self.extras))
         )
+
+
+@lru_cache
+def _parameters(forward: Any) -> list[str]:
+    """The names of forward's parameters, less `self`."""
+    names = list(inspect.signature(forward).parameters)
+    return names[1:] if names[:1] == ["self"] else names
 
 
 def _inside(tree: Any, key: Any, path: Any, before: Sequence[Any]) -> Any:

@@ -207,8 +207,24 @@ class _Autograd(TorchFunctionMode):
 
 
 _HOOKS = ("register_hook", "register_post_accumulate_grad_hook", "retain_grad")
+# Functions whose result no derivative of an argument reaches, whatever the mode.
 _QUESTIONS = frozenset(
-    ("requires_grad_", "is_floating_point", "is_complex", "size", "dim", "stride")
+    (
+        "requires_grad_",
+        "is_floating_point",
+        "is_complex",
+        "size",
+        "dim",
+        "stride",
+        "zeros_like",
+        "ones_like",
+        "empty_like",
+        "full_like",
+        "new_zeros",
+        "new_ones",
+        "new_empty",
+        "new_full",
+    )
 )
 
 

@@ -72,10 +72,18 @@ class AveragePool(Operator):
         if flat:
             y, shape = y.unsqueeze(-2), (*shape[:-1], 1, shape[-1])
         last = y.dim() == 4 and y.shape[1] > 1 and y.stride(1) == 1  # channels last
+        last = last and not (y.is_cuda and self._overlaps)
         form = torch.channels_last if last else torch.contiguous_format
         unread = torch.empty(tuple(shape), dtype=y.dtype, device=y.device, memory_format=form)
         x = _POOLS[len(self.kernel)][1](y, unread, *self._options())
         return x.squeeze(-2) if flat else x
+
+    @property
+    def _overlaps(self) -> bool:
+        """Whether an entry may lie in several windows, or a window reach over the edge. PyTorch's
+        CUDA kernel of this transpose is wrong there for images that lie channels-last."""
+        strides = self.stride or self.kernel
+        return any(self.padding) or any(s < k for s, k in zip(strides, self.kernel, strict=True))
 
     def weight_adjoint(self, x: Tensor, y: Tensor, shape: Any = None) -> None:
         return None

@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from .. import sweeps
 from ..errors import StaleGraphError, ThirdDerivativeError
+from ..graph import Node
 from ..kernels.depthwise import taps_first
 from ..plan.steps import Plan
 from ..rules import add
@@ -46,6 +47,11 @@ class Program:
     penalty: Any
     debug: bool = False
     asked: tuple[int, ...] = field(default=(), kw_only=True)
+
+    @property
+    def prelude(self) -> Sequence[Node]:
+        """What runs before the sweeps, under autograd."""
+        return self.plan.prelude
 
     def first(self, leaves: Mapping[int, Tensor], extra: Sequence[Any], keep: bool = True) -> First:
         """Forward and backward sweep. `keep`: for a `last` to come."""

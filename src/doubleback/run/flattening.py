@@ -195,6 +195,10 @@ class FlattenedProgram:
         return self.program.plan
 
     @property
+    def prelude(self) -> Sequence[Any]:
+        return self.program.prelude
+
+    @property
     def penalty(self) -> Any:
         return self.program.penalty
 

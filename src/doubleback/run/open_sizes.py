@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from .. import sweeps
 from ..counting import recording
-from ..graph import Graph, compile_sizes
+from ..graph import Graph, Node, compile_sizes
 from ..kernels import for_compiler
 from ..plan.steps import Plan
 from . import inductor, nested, straight_line
@@ -47,6 +47,7 @@ class Family:
         self.after = 0 if compiler else after
         self.calls = 0
         self.variants: list[Variant] = []
+        self.reference = make(plan)
 
     def variant(self, numbers: Sequence[Any]) -> Variant | None:
         """The one whose guards hold for these numbers; None where sweeps run node by node."""
@@ -70,6 +71,21 @@ class Family:
         """Whether a value's shape depends on the call's sizes."""
         meta = self.graph.values[value]
         return meta is not None and not all(type(n) is int for n in meta.shape)
+
+    @cached_property
+    def _prelude(self) -> Callable[[Sequence[Any]], Any]:
+        nodes = [self.graph.nodes[n.index] for n in self.plan.prelude]
+        fill = self.graph.filler([(n.args, n.kwargs) for n in nodes])
+
+        def at(numbers: Sequence[Any]) -> list[Node]:
+            filled = zip(nodes, fill(numbers), strict=True)
+            return [replace(n, args=args, kwargs=kwargs) for n, (args, kwargs) in filled]
+
+        return at
+
+    def prelude_at(self, numbers: Sequence[Any]) -> Sequence[Node]:
+        """What runs before the sweeps, at these numbers."""
+        return self._prelude(numbers) if self.plan.prelude else ()
 
     def give_up(self) -> None:
         self.after = None
@@ -239,26 +255,36 @@ class _Given:
 class OpenProgram:
     """One call's program, whose sweeps run by the flat graphs of its family.
 
-    numbers: of the open graph's symbols in this call.
+    numbers: of the open graph's symbols in this call; make(): the program at these, for sweeps that
+    run node by node.
     """
 
-    program: Any
     family: Family
     numbers: tuple
+    make: Callable[[], Any]
+
+    @cached_property
+    def program(self) -> Any:
+        return self.make()
 
     @property
     def plan(self) -> Plan:
-        return self.program.plan
+        """At some sizes: which values there are, and what becomes of them, is the same at all."""
+        return self.family.plan
+
+    @property
+    def prelude(self) -> Sequence[Node]:
+        return self.family.prelude_at(self.numbers)
 
     @property
     def penalty(self) -> Any:
-        return self.program.penalty
+        return self.family.reference.penalty
 
     def results(self, values: Any) -> tuple[Tensor, ...]:
-        return self.program.results(values)
+        return self.family.reference.results(values)
 
     def along(self, grads: Sequence[Tensor | None], batch: int) -> Any:
-        return self.program.along(grads, batch)
+        return self.family.reference.along(grads, batch)
 
     def first(self, leaves: Mapping[int, Tensor], extra: Sequence[Any], keep: bool = True) -> First:
         given = _Given(self.family, self.numbers, leaves, (tuple(extra),))

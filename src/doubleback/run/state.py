@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from ..dtypes import accumulation
-from ..graph import Graph, map_refs
-from ..plan.steps import Plan
+from ..graph import Graph, Node, map_refs
 
 CACHE_SIZE = 64  # graphs and programs kept per module, oldest out first
 
@@ -78,10 +77,10 @@ def copies(tensors: list[Tensor]) -> Sequence[Tensor]:
     return torch._foreach_mul(tensors, 1.0) if tensors else ()  # type: ignore[attr-defined]
 
 
-def run_prelude(plan: Plan, state: Mapping[int, Tensor]) -> dict[int, Tensor]:
+def run_prelude(nodes: Sequence[Node], state: Mapping[int, Tensor]) -> dict[int, Tensor]:
     """Nodes that do not depend on x, under ordinary autograd (weight norm, hypernetworks)."""
     values = dict(state)
-    for node in plan.prelude:
+    for node in nodes:
         args = map_refs(node.args, lambda ref: values[ref.index])
         kwargs = map_refs(dict(node.kwargs), lambda ref: values[ref.index])
         out = node.op(*args, **kwargs)
