@@ -19,7 +19,8 @@ from torch.utils import _pytree as pytree
 from ..errors import CheckError, InputError
 from ..graph import Meta, Node, Ref
 from ..penalised import Penalised
-from ..penalties.fallback import on_autograd
+from ..penalties.fallback import accumulate_on_autograd, on_autograd
+from ..penalties.kinds import LossGradient
 from ..rules import Call, Rule, find_rule, seeded
 from ..with_gradient import WithGradient
 
@@ -129,7 +130,9 @@ def check(
 
     The arguments are those of a call, `check(model, x, y)`. Output, penalty, the gradient of
     every parameter, of x and of what the penalty's own arguments ask for, and updated buffers are
-    compared on a float64 copy, with the same random numbers; `model` itself does not change.
+    compared on a float64 copy, with the same random numbers, in every way in which the model's
+    sweeps run: node by node, flat, compiled if it is, and by `accumulate`. `model` itself does not
+    change.
     Returns a report; raises `CheckError` where the relative error exceeds `tolerance`.
 
     >>> import torch, doubleback as db
@@ -140,23 +143,71 @@ def check(
     if not isinstance(model, (Penalised, WithGradient)):
         raise InputError(f"check takes a Penalised or a WithGradient, not {type(model).__name__}")
     args, kwargs = _double((args, kwargs))
-    engine, oracle = (copy.deepcopy(model).double() for _ in range(2))
-    engine.strict, engine.compile_mode, engine.flatten_after = True, False, None
-    ours = _measure(engine, engine.forward, args, kwargs, seed)
-    by = "autograd"
+    by, patch = "autograd", False
     try:
-        theirs = _measure(oracle, _oracle_forward(oracle), args, kwargs, seed)
+        theirs = _by_oracle(model, args, kwargs, seed, patch)
     except NotImplementedError as error:  # an operator that PyTorch differentiates once
-        by, oracle = f"autograd under db.patch(): {error}", copy.deepcopy(model).double()
-        theirs = _measure(oracle, _oracle_forward(oracle, patch=True), args, kwargs, seed)
+        by, patch = f"autograd under db.patch(): {error}", True
+        theirs = _by_oracle(model, args, kwargs, seed, patch)
+    pairs: dict[str, tuple[Tensor | None, Tensor | None]] = {}
+    for way, options in _ways(model).items():
+        engine = copy.deepcopy(model).double()
+        for name, value in {"strict": True, "compile_mode": False, **options}.items():
+            setattr(engine, name, value)
+        ours = _measure(engine, engine.forward, args, kwargs, seed)
+        pairs |= {way + n: (ours.get(n), theirs.get(n)) for n in {**theirs, **ours}}
+    if isinstance(model, Penalised):
+        pairs |= _accumulated(model, args, kwargs, seed, patch)
     report = CheckReport(
-        tuple(compare({name: (ours.get(name), theirs.get(name)) for name in {**theirs, **ours}})),
+        tuple(compare(pairs)),
         tolerance,
         f"{type(model.net).__name__} with {_what(model)}, float64 against {by}",
     )
     if not report.passed:
         raise CheckError(str(report), report)
     return report
+
+
+def _ways(model: Model) -> dict[str, dict[str, Any]]:
+    """The ways in which this model's sweeps run, with what stands before the names of their
+    results: node by node, flat where it ever flattens them, compiled where it is."""
+    ways: dict[str, dict[str, Any]] = {"": {"flatten_after": None}}
+    if model.flatten_after is not None and not model.debug:
+        ways["flat: "] = {"flatten_after": 0}
+    if model.compile_mode:
+        ways["compiled: "] = {"compile_mode": model.compile_mode}
+    return ways
+
+
+def _by_oracle(
+    model: Model, args: Any, kwargs: Any, seed: int, patch: bool
+) -> dict[str, Tensor | None]:
+    twin = copy.deepcopy(model).double()
+    return _measure(twin, _oracle_forward(twin, patch), args, kwargs, seed)
+
+
+def _accumulated(
+    model: Penalised, args: Any, kwargs: Any, seed: int, patch: bool
+) -> dict[str, tuple[Tensor | None, Tensor | None]]:
+    """`accumulate`'s gradients beside those of its loss and penalty by autograd."""
+    found = []
+    for by_us in (True, False):
+        twin = copy.deepcopy(model).double()
+        twin.strict, twin.compile_mode, twin.flatten_after = True, False, None
+        own = pytree.tree_map_only(Tensor, lambda t: t.detach().clone(), (args, kwargs))
+        devices = [t.device for t in pytree.tree_leaves(own) if isinstance(t, Tensor) and t.is_cuda]
+        with torch.random.fork_rng(devices), torch.autocast("cuda", enabled=False):
+            torch.manual_seed(seed)
+            if by_us:
+                twin.accumulate(*own[0], weight=0.5, **own[1])
+            else:
+                call = twin._call(*own)
+                loss = twin.penalty.loss if isinstance(twin.penalty, LossGradient) else None
+                target = call.extra[0] if loss is not None else None
+                accumulate_on_autograd(twin, call, loss, target, 0.5, patch)
+        named = twin.net.named_parameters()
+        found.append({f"accumulate: ∇ {n}": p.grad for n, p in named if p.requires_grad})
+    return {name: (found[0].get(name), found[1].get(name)) for name in {**found[0], **found[1]}}
 
 
 def _what(model: Model) -> str:

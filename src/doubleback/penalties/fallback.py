@@ -53,13 +53,13 @@ def on_autograd(model: Penalised, call: Arguments, patch: bool = True) -> tuple[
 
 
 def accumulate_on_autograd(
-    model: Penalised, call: Arguments, loss: Any, target: Any, weight: float
+    model: Penalised, call: Arguments, loss: Any, target: Any, weight: float, patch: bool = True
 ) -> tuple[Any, Tensor, Tensor]:
     """(result, loss, penalty), their gradients added to the parameters'."""
     if several():
         refuse_inside_forward()
     with torch.enable_grad():
-        result, penalty = on_autograd(model, call)
+        result, penalty = on_autograd(model, call, patch)
         out = choose_output(result, model.output)
         value = torch.zeros((), device=out.device)
         if loss is not None:
