@@ -19,8 +19,8 @@ import doubleback as db
 from doubleback.jacobian import pricing
 from doubleback.jacobian import programs as jacobian_program
 from doubleback.jacobian.pricing import Meter
-from doubleback.penalties.jacobian import directions, helmert
-from doubleback.run import straight_line as flat_graph
+from doubleback.penalties.many_seeds import directions, helmert
+from doubleback.run import straight_line
 from zoo import double
 
 ACTIVATIONS = {
@@ -716,8 +716,8 @@ def step_gradients(model, x, y, **options):
 
 @pytest.mark.parametrize("options", [{}, {"of": "softmax"}, {"chunk": 2}, {"plan": "columns"}])
 def test_accumulate_takes_all_phases_together(options, monkeypatch):
-    made, boxed = [], flat_graph.boxed
-    monkeypatch.setattr(flat_graph, "boxed", lambda graph: made.append(graph) or boxed(graph))
+    made, boxed = [], straight_line.boxed
+    monkeypatch.setattr(straight_line, "boxed", lambda graph: made.append(graph) or boxed(graph))
     net, x, y = mlp([6, 8, 7, 4]), torch.randn(5, 6), torch.tensor([0, 1, 2, 3, 0])
     slow = db.Penalised(net, db.Jacobian(**options), flatten_after=None)
     fast = db.Penalised(net, db.Jacobian(**options), flatten_after=0)

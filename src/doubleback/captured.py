@@ -14,11 +14,17 @@ from torch import Tensor, nn
 from .capture import Arguments, capture_of, find_graph, only_one, plain, take_apart
 from .errors import CaptureError, InputError, RuleError, refuse_unused, warn
 from .graph import Graph, Meta
-from .plan.steps import Plan, make_plan
-from .run.bridge import no_autocast
-from .run.flattening import FlattenedProgram, Replay
-from .run.open_sizes import Family, OpenProgram
-from .run.state import read_state, remember, write_state
+from .plan import Plan, make_plan
+from .run import (
+    Family,
+    FlattenedProgram,
+    OpenProgram,
+    Replay,
+    no_autocast,
+    read_state,
+    remember,
+    write_state,
+)
 from .state_dicts import accept_plain_keys
 
 

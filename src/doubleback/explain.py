@@ -6,10 +6,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .counting import Operations
-from .jacobian.planner import Decision
-from .penalties.jacobian import Jacobian
-from .penalties.kinds import Penalty
-from .plan.steps import Plan, Step
+from .jacobian import Decision
+from .penalties import Jacobian, Penalty
+from .plan import Plan, Step
 from .rules import Structure
 
 

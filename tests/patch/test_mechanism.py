@@ -49,7 +49,7 @@ def test_patch_and_unpatch_leave_no_trace():
     assert states() == {"ready"} and registered() == before  # nothing until it is needed
     found = double_backward()
     assert states() == {"replaced"} and registered() != before
-    assert node_name() == "NodeBackward"
+    assert node_name() == "DerivativeNodeBackward"
     db.patch()
     db.unpatch()
     assert states() == {"stock"} and registered() == before
@@ -181,7 +181,7 @@ x = torch.randn(1, 2, 4, 4, requires_grad=True)
 w = torch.randn(2, 1, 3, 3, requires_grad=True)
 g, = torch.autograd.grad(F.conv2d(x, w, groups=2).square().sum(), x, create_graph=True)
 g.square().sum().backward()
-assert type(g.grad_fn).__name__ == "NodeBackward"
+assert type(g.grad_fn).__name__ == "DerivativeNodeBackward"
 """
     command = [sys.executable, "-W", "error", "-c", script]
     source = str(Path(db.__file__).parents[1])

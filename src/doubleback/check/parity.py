@@ -18,8 +18,8 @@ from torch.utils import _pytree as pytree
 from ..errors import CheckError, InputError
 from ..graph import Meta, Node, Ref
 from ..penalised import Penalised
-from ..penalties.fallback import on_autograd
-from ..rules import Call, Rule, find_rule, seeded
+from ..penalties import on_autograd
+from ..rules import LOOP, Call, Rule, find_rule
 
 TOLERANCE = 1e-10  # relative, float64
 SHOWN = 10  # rows of a printed report
@@ -447,7 +447,7 @@ class _Sample:
             ]
             packed, moved = self._pack(_stack(xi)), tuple(_stack(own))
             found = []
-            for way in (seeded.LOOP, self.rule.seeded):
+            for way in (LOOP, self.rule.seeded):
                 try:
                     with torch.no_grad():
                         pulled = way.backward(self.rule, call, packed, live, seeds)

@@ -22,8 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from ..counting import Operations, recording
-from ..plan.steps import Plan
-from ..run.straight_line import NEAR
+from ..plan import Plan
+from ..run import NEAR
 from .programs import JacobianProgram
 
 FLOPS_PER_BYTE = 20  # a few on a CPU, 80 to 200 on a GPU; ranks plans, predicts no time
@@ -33,7 +33,7 @@ class Meter(TorchDispatchMode):
     """Counts FLOPs and live bytes of everything executed inside.
 
     joins: foretell flattened sweeps, which compute a matrix product and the sum that it soon goes
-    into by one `addmm` (flat_graph.py): the product is not held, and a sum of two products takes
+    into by one `addmm` (straight_line.py): the product is not held, and a sum of two products takes
     the place of the first. So the last few maxima stay open for correction.
     """
 

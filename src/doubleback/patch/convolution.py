@@ -25,12 +25,12 @@ from torch.autograd import forward_ad
 
 from ..kernels import eager
 from ..operators import Convolution
-from .node import Call, Formula, Grads, derivative_kernel, plain
+from .node import Applied, Formula, Grads, derivative_kernel, plain
 
 aten = torch.ops.aten
 
 
-def _operator(call: Call) -> Convolution:
+def _operator(call: Applied) -> Convolution:
     return Convolution(
         tuple(call["stride"]),
         tuple(call["padding"]),
@@ -41,7 +41,7 @@ def _operator(call: Call) -> Convolution:
     )
 
 
-def _second(call: Call, cotangents: Grads) -> dict[str, Any]:
+def _second(call: Applied, cotangents: Grads) -> dict[str, Any]:
     u, tau, beta = cotangents
     K, xi, x, weight = _operator(call), call["grad_output"], call["input"], call["weight"]
     found: dict[str, Any] = {}

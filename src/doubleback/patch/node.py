@@ -26,7 +26,7 @@ Grads = Sequence[Tensor | None]
 _AFTER = _C._after_autograd_keyset
 
 
-class Call:
+class Applied:
     """The arguments of B by name, which of them need a cotangent, and B's results if kept."""
 
     __slots__ = ("arguments", "needed", "results")
@@ -70,7 +70,7 @@ class Formula:
     operator: str
     family: str
     why: str
-    second: Callable[[Call, Grads], dict[str, Any]] | None = None
+    second: Callable[[Applied, Grads], dict[str, Any]] | None = None
     accepts: Callable[[dict[str, Any]], bool] = lambda arguments: True
     composite: Callable[[dict[str, Any]], Any] | None = None
     keeps: tuple[int, ...] = ()
@@ -123,7 +123,7 @@ def below(op: Any, keyset: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> 
         return op.redispatch(keyset, *args, **kwargs)
 
 
-def through(composite: Callable, call: Call, cotangents: Grads) -> dict[str, Any]:
+def through(composite: Callable, call: Applied, cotangents: Grads) -> dict[str, Any]:
     """The second derivative by reverse mode over the operator in differentiable steps."""
     names = [name for name, needed in call.needed.items() if needed]
     present = [i for i, c in enumerate(cotangents) if c is not None]
@@ -137,7 +137,7 @@ def through(composite: Callable, call: Call, cotangents: Grads) -> dict[str, Any
     return dict(zip(names, pull(tuple(cotangents[i] for i in present)), strict=True))
 
 
-class Node(_SingleLevelFunction):
+class DerivativeNode(_SingleLevelFunction):
     """B in the graph. One level of autograd: torch.func's transforms bring a level each."""
 
     @staticmethod
@@ -157,7 +157,7 @@ class Node(_SingleLevelFunction):
         grads: dict[str, Any] = {}
         if any(c is not None for c in cotangents):
             arguments = {**ctx.options, **dict(zip(names, saved, strict=False))}
-            call = Call(arguments, dict(zip(names, needs, strict=True)), saved[len(names) :])
+            call = Applied(arguments, dict(zip(names, needs, strict=True)), saved[len(names) :])
             if last():
                 with _C._AutoDispatchBelowAutograd():
                     grads = site.formula.second(call, cotangents)
@@ -179,7 +179,7 @@ def last() -> bool:
 
 
 @dataclass(frozen=True)
-class Site:
+class Placement:
     """A formula at its operator, whose arguments are told apart once."""
 
     formula: Formula
@@ -191,7 +191,7 @@ class Site:
     defaults: dict[str, Any]
 
     @classmethod
-    def of(cls, formula: Formula, op: Any) -> Site:
+    def of(cls, formula: Formula, op: Any) -> Placement:
         schema = op._schema.arguments
         tensors = tuple(a.name for a in schema if "Tensor" in str(a.type))
         return cls(
@@ -214,7 +214,7 @@ def derivative_kernel(formula: Formula, stock: Any) -> Callable:
 
     Every call of the operator comes here, so what most calls need is asked first.
     """
-    site, apply = Site.of(formula, formula.overload()), getattr(Node, "apply")  # noqa: B009
+    site, apply = Placement.of(formula, formula.overload()), getattr(DerivativeNode, "apply")  # noqa: B009
     call_stock, accepts, names = stock.call_boxed, formula.accepts, site.tensors
 
     def kernel(keyset, *args, **kwargs):

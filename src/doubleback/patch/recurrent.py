@@ -14,7 +14,7 @@ from torch import _C, _VF, Tensor
 from torch._C._functorch import peek_interpreter_stack  # pyright: ignore
 from torch.autograd.function import _SingleLevelFunction
 
-from .node import Call, Formula, Site, below, plain, through
+from .node import Applied, Formula, Placement, below, plain, through
 
 Arguments = dict[str, Any]
 _CELLS = ("rnn_relu", "rnn_tanh", "lstm", "gru")  # by cuDNN's number of the mode
@@ -129,12 +129,12 @@ class _Backward(_SingleLevelFunction):
         arguments = ctx.options | dict(zip(ctx.names, ctx.saved_tensors, strict=True))
         found: dict[str, Any] = {}
         if any(c is not None for c in cotangents):
-            found = through(_composite, Call(arguments, needed), cotangents)
+            found = through(_composite, Applied(arguments, needed), cotangents)
         return (None, None, None, None, None, *(found.get(name) for name in ctx.names))
 
 
 def kernel(formula: Formula, stock: Any) -> Callable:
-    site, apply = Site.of(formula, formula.overload()), getattr(_Backward, "apply")  # noqa: B009
+    site, apply = Placement.of(formula, formula.overload()), getattr(_Backward, "apply")  # noqa: B009
 
     def run(keyset, *args, **kwargs):
         if _C.is_grad_enabled() and _C._any_requires_grad(*args, **kwargs):

@@ -13,9 +13,9 @@ from torch.utils import _pytree as pytree
 
 from ..capture import Arguments, choose_output
 from ..errors import refuse_unused
-from ..patch.mechanism import supported
-from ..run.distributed import average, refuse_inside_forward, several
-from .jacobian import SpectralNorm
+from ..patch import supported
+from ..run import average, refuse_inside_forward, several
+from .many_seeds import SpectralNorm
 from .oracle import autograd_penalty
 
 if TYPE_CHECKING:

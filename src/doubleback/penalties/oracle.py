@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
 from ..patch import patched
-from .kinds import Penalty
+from .one_seed import Penalty
 
 
 def autograd_penalty(

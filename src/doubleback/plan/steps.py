@@ -23,8 +23,7 @@ import torch
 
 from ..errors import RuleError
 from ..graph import Graph, Node, draws
-from ..rules import GENERIC, Rule, Structure, find_rule
-from ..rules.bilinear import convolution_of
+from ..rules import GENERIC, Rule, Structure, convolution_of, find_rule
 from .draws import draws_untold
 from .renewal import Renewal, find_renewals
 

@@ -48,12 +48,12 @@ class Seeded:
     per_example: PerExample | None = None
 
 
-def backward(rule: Rule, call: Call, y: Any, wanted: Sequence[bool], seeds: int) -> Tensors:
+def seeded_backward(rule: Rule, call: Call, y: Any, wanted: Sequence[bool], seeds: int) -> Tensors:
     """ξ_u⟨i⟩ for every wanted input and every seed."""
     return (rule.seeded or LOOP).backward(rule, call, y, wanted, seeds)
 
 
-def both(
+def seeded_both(
     rule: Rule, call: Call, xi: Any, q: Tensors, wanted: Sequence[bool], need: bool, seeds: int
 ) -> tuple[Any, Tensors]:
     """q_y⟨i⟩ for every seed (where `need`ed), and the sources summed over them."""

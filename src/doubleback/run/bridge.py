@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from .. import sweeps
 from ..errors import StaleGraphError, ThirdDerivativeError
 from ..kernels.depthwise import taps_first
-from ..plan.steps import Plan
+from ..plan import Plan
 from ..rules import add
 from .cuda_graphs import users
 from .distributed import average, refuse_inside_forward, several

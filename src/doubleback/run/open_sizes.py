@@ -24,7 +24,7 @@ from .. import sweeps
 from ..counting import recording
 from ..graph import Graph, compile_sizes
 from ..kernels import for_compiler
-from ..plan.steps import Plan
+from ..plan import Plan
 from . import inductor, nested, straight_line
 from .bridge import First
 from .flattening import Flat, Input, Pack, fresh

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..dtypes import accumulation
 from ..graph import Graph, map_refs
-from ..plan.steps import Plan
+from ..plan import Plan
 
 CACHE_SIZE = 64  # graphs and programs kept per module, oldest out first
 

@@ -498,7 +498,7 @@ def _placed(
 def _launch(xi, tq, tk, tv, q, k, v, out, lse, mask, causal, scale, want) -> list[Tensor]:
     given = (xi, tq, tk, tv, q, k, v, out)
     key = (*map(look, given), look(lse), look(mask), causal, scale, *want, _precision(q.dtype))
-    plan = planned(_plans, key, lambda: _Plan.of(*given, lse, mask, causal, scale, want))
+    plan = planned(_plans, key, lambda: _AttentionPlan.of(*given, lse, mask, causal, scale, want))
     if plan.copies:
         xi, tq, tk, tv, q, k, v, out = (_rowwise(t) for t in given)
         lse = lse.contiguous()
@@ -514,7 +514,7 @@ def _launch(xi, tq, tk, tv, q, k, v, out, lse, mask, causal, scale, want) -> lis
     return results
 
 
-class _Plan(NamedTuple):
+class _AttentionPlan(NamedTuple):
     """The launches of calls that look alike; copies: whether a tensor is laid out anew first."""
 
     copies: bool
@@ -523,7 +523,7 @@ class _Plan(NamedTuple):
     columns: Launch | None
 
     @classmethod
-    def of(cls, xi, tq, tk, tv, q, k, v, out, lse, mask, causal, scale, want) -> "_Plan":
+    def of(cls, xi, tq, tk, tv, q, k, v, out, lse, mask, causal, scale, want) -> "_AttentionPlan":
         given = (xi, tq, tk, tv, q, k, v, out)
         xi, tq, tk, tv, q, k, v, out = laid = [_rowwise(t) for t in given]
         t_out, sq, sk, sv = _placed(want, _empty(want, out, q, k, v))
@@ -541,7 +541,7 @@ class _Plan(NamedTuple):
         return cls(_moved(given, laid, lse), (3, *q.shape[:3]), rows, columns)
 
     @classmethod
-    def of_first(cls, xi, q, k, v, out, lse, mask, causal, scale, want) -> "_Plan":
+    def of_first(cls, xi, q, k, v, out, lse, mask, causal, scale, want) -> "_AttentionPlan":
         given = (xi, q, k, v, out)
         xi, q, k, v, out = laid = [_rowwise(t) for t in given]
         dq, dk, dv = _placed(want, _empty(want, q, k, v))
@@ -589,15 +589,15 @@ class _Shapes:
         return Launch(kernel, grid, (*strides, *self.numbers), **self.constants, **tile, **walk)
 
 
-_plans: dict[Any, _Plan] = {}
-_first_plans: dict[Any, _Plan] = {}
+_plans: dict[Any, _AttentionPlan] = {}
+_first_plans: dict[Any, _AttentionPlan] = {}
 
 
 def _launch_first(xi, q, k, v, out, lse, mask, causal, scale, want) -> list[Tensor]:
     given = (xi, q, k, v, out)
     key = (*map(look, given), look(lse), look(mask), causal, scale, *want, _precision(q.dtype))
     plan = planned(
-        _first_plans, key, lambda: _Plan.of_first(*given, lse, mask, causal, scale, want)
+        _first_plans, key, lambda: _AttentionPlan.of_first(*given, lse, mask, causal, scale, want)
     )
     if plan.copies:
         xi, q, k, v, out = (_rowwise(t) for t in given)

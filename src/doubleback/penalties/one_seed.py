@@ -25,14 +25,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import InputError
 from ..graph import draws
-from ..run.callers import refuse_others
+from ..run import refuse_others
 from ..spaces import per_example
 from .fingerprint import fingerprint
 from .losses import Loss, make_loss
 from .norms import PER_EXAMPLE, SquaredNorm, as_norm
 
 REDUCTIONS = ("mean", "sum", "none")
-_MANY_SEEDS = f"{__package__}.jacobian"  # where the penalties with many seeds are
 
 
 class _Draws(TorchDispatchMode):
@@ -98,8 +97,8 @@ class Penalty(ABC):
     def coupled(self) -> bool:
         """Whether the values of several examples may depend on one another's ξ and are weighted
         differently: then Σ_b ḡ_b ∇p_b is not ḡ⊙∇Σp, and has to be taken with ḡ at hand."""
-        own = type(self).__module__ in (__name__, _MANY_SEEDS) and type(self.norm) in PER_EXAMPLE
-        return self.reduction == "none" and not own
+        ours = type(self).__module__.rpartition(".")[0] == __package__
+        return self.reduction == "none" and not (ours and type(self.norm) in PER_EXAMPLE)
 
     def weighted(
         self, q0: Sequence[Tensor], xi: Sequence[Tensor], weights: Tensor, *extra: Any
