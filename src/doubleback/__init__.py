@@ -1,6 +1,9 @@
 """doubleback: training with derivatives in the loss, at close to the price of training without."""
 
-from . import landscape, operators, spaces
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from . import operators, spaces
 from .check import CheckReport, check, check_adjoint, check_rule
 from .counting import Operations, count_operations
 from .errors import (
@@ -39,6 +42,9 @@ from .rules import Call, Rule, Structure
 from .rules import register as register_rule
 from .rules import unregister as unregister_rule
 from .spaces import parameter_spaces
+
+if TYPE_CHECKING:
+    from . import landscape
 
 __version__ = "0.1.0"
 
@@ -91,3 +97,14 @@ __all__ = [
     "unpatch",
     "unregister_rule",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """`landscape` is imported when it is first used: training needs none of it."""
+    if name == "landscape":
+        return importlib.import_module(".landscape", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -112,7 +112,7 @@ class CapturedModule(nn.Module):
 
     def _opaque(self, method: Callable) -> Callable:
         """An outer torch.compile does not look inside: it calls this as it is."""
-        return torch._dynamo.disable(method)
+        return torch.compiler.disable(method)
 
     @abstractmethod
     def _forward(self, *args: Any, **kwargs: Any) -> Any: ...

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
+from ._torch import pytree
 from .capture import requires_grad
 from .captured import CapturedModule, Site
 from .errors import InputError, warn

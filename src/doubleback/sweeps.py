@@ -21,10 +21,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
+from ._torch import pytree
 from .errors import DoublebackError, NonFiniteError, RuleError
-from .kernels import boundary
+from .kernels import boundary, compiling
 from .plan import Plan, Step
 from .rules import Call, add, seeded_backward, seeded_both
 
@@ -318,7 +318,7 @@ def _guard(sweep: str, step: Step, fn: Callable, *args: Any) -> Any:
     except (DoublebackError, torch.OutOfMemoryError):
         raise
     except (RuntimeError, ValueError, TypeError) as error:
-        if torch.compiler.is_compiling():
+        if compiling():
             raise
         call = args[0]
         shapes = ", ".join(str(tuple(meta.shape)) for meta in call.metas)

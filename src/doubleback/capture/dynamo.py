@@ -21,6 +21,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
+from .. import _torch
 from ..errors import CaptureError, CaptureWarning
 from ..graph import Graph
 from .arguments import plain, tensors_in
@@ -66,7 +67,7 @@ class Capture:
         box = _Box(run)
         start = time.monotonic()
         try:
-            with torch._dynamo.config.patch(_SETTINGS):
+            with _torch.dynamo_config.patch(_SETTINGS):
                 result = self._enter(net, box, args, kwargs)
         except Exception as error:
             if error is box.error:
@@ -98,7 +99,7 @@ class Capture:
             self._surroundings = Surroundings(net)
             code = _call.__code__.replace(co_name=f"call_network_{next(_count)}")
             own = FunctionType(code, _call.__globals__)
-            optimise = torch._dynamo.optimize(
+            optimise = _torch.dynamo_optimize(
                 self._receive, nopython=True, guard_fail_fn=self._changed
             )
             found = optimise(own)
@@ -124,7 +125,7 @@ class Capture:
         def call(*inputs: Any) -> Sequence[Any]:
             return _boxes()[-1](graph, inputs)
 
-        return torch._dynamo.disable(call)
+        return torch.compiler.disable(call)
 
     def _changed(self, failure: Any) -> None:
         text = str(failure.reason).splitlines()[0]
@@ -184,7 +185,7 @@ class _Quiet:
 
     @classmethod
     def install(cls) -> None:
-        handler = torch._dynamo.callback.callback_handler
+        handler = _torch.callback_handler
         if cls.start not in handler.start_callbacks:  # torch._dynamo.reset() forgets them
             handler.register_start_callback(cls.start)
             handler.register_end_callback(cls.end)

@@ -16,11 +16,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from .._torch import FakeTensorMode, TorchDispatchMode, pytree
 from ..counting import Operations, recording
 from ..plan import Plan
 from ..run import NEAR

@@ -13,17 +13,22 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import _C, Tensor
-from torch._C._functorch import peek_interpreter_stack  # pyright: ignore
-from torch._functorch.utils import enable_single_level_autograd_function
+from torch import Tensor
 from torch.autograd import forward_ad
-from torch.autograd.function import _SingleLevelFunction
 
+from .._torch import (
+    AutoDispatchBelowAutograd,
+    OpOverload,
+    SingleLevelFunction,
+    after_autograd_keyset,
+    enable_single_level_autograd_function,
+    peek_interpreter_stack,
+)
 from ..kernels import batched
 
 KEYS = ("AutogradCPU", "AutogradCUDA")
 Grads = Sequence[Tensor | None]
-_AFTER = _C._after_autograd_keyset
+_AFTER = after_autograd_keyset
 
 
 class Applied:
@@ -80,7 +85,7 @@ class Formula:
     keys: tuple[str, ...] = KEYS
     kernel: Callable[[Formula, Any], Callable] | None = None
 
-    def overload(self) -> torch._ops.OpOverload | None:
+    def overload(self) -> OpOverload | None:
         """The operator of this build of PyTorch, None where it has none."""
         name, _, variant = self.operator.partition(".")
         packet = getattr(torch.ops.aten, name, None)
@@ -116,10 +121,10 @@ def below(op: Any, keyset: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> 
     """The operator without this level of autograd; torch.func's levels below keep theirs."""
     keyset = keyset & _AFTER
     if peek_interpreter_stack() is None:
-        with _C._AutoDispatchBelowAutograd():
+        with AutoDispatchBelowAutograd():
             return op.redispatch(keyset, *args, **kwargs)
     forward_mode = forward_ad._set_fwd_grad_enabled(True)
-    with torch.enable_grad(), forward_mode, _C._AutoDispatchBelowAutograd():
+    with torch.enable_grad(), forward_mode, AutoDispatchBelowAutograd():
         return op.redispatch(keyset, *args, **kwargs)
 
 
@@ -137,7 +142,7 @@ def through(composite: Callable, call: Applied, cotangents: Grads) -> dict[str, 
     return dict(zip(names, pull(tuple(cotangents[i] for i in present)), strict=True))
 
 
-class DerivativeNode(_SingleLevelFunction):
+class DerivativeNode(SingleLevelFunction):
     """B in the graph. One level of autograd: torch.func's transforms bring a level each."""
 
     @staticmethod
@@ -159,7 +164,7 @@ class DerivativeNode(_SingleLevelFunction):
             arguments = {**ctx.options, **dict(zip(names, saved, strict=False))}
             call = Applied(arguments, dict(zip(names, needs, strict=True)), saved[len(names) :])
             if last():
-                with _C._AutoDispatchBelowAutograd():
+                with AutoDispatchBelowAutograd():
                     grads = site.formula.second(call, cotangents)
             else:
                 grads = site.formula.second(call, cotangents)
@@ -171,7 +176,7 @@ def last() -> bool:
     """Whether no derivative of any kind can be taken of what is computed now, and of one cotangent
     alone."""
     return (
-        not _C.is_grad_enabled()
+        not torch.is_grad_enabled()
         and forward_ad._current_level < 0
         and peek_interpreter_stack() is None
         and not batched()
@@ -218,7 +223,7 @@ def derivative_kernel(formula: Formula, stock: Any) -> Callable:
     call_stock, accepts, names = stock.call_boxed, formula.accepts, site.tensors
 
     def kernel(keyset, *args, **kwargs):
-        differentiable = _C.is_grad_enabled()
+        differentiable = torch.is_grad_enabled()
         if not differentiable and forward_ad._current_level < 0:
             return call_stock(keyset, *args, **kwargs)
         arguments = site.arguments(args, kwargs)

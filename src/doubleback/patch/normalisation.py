@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import peek_interpreter_stack  # pyright: ignore
 from torch.autograd import forward_ad
 
+from .._torch import peek_interpreter_stack
 from ..kernels.standardisation import (
     Groups,
     Point,

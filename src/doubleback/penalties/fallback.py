@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
+from .._torch import pytree
 from ..capture import Arguments, choose_output
 from ..errors import refuse_unused
 from ..patch import supported

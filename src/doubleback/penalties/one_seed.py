@@ -20,9 +20,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from .._torch import TorchDispatchMode, pytree
 from ..errors import InputError
 from ..graph import draws
 from ..run import refuse_others

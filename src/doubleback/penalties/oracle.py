@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils import _pytree as pytree
 
+from .._torch import pytree
 from ..patch import patched
 from .one_seed import Penalty
 

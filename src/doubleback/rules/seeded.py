@@ -24,9 +24,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import _functorch  # type: ignore[attr-defined]
-from torch.utils import _pytree as pytree
 
+from .._torch import is_vmap_fallback_enabled, pytree, set_vmap_fallback_enabled
 from ..counting import folded
 from ..dtypes import accumulation
 from .table import Call, PerExample, Rule, Tensors, add, alone
@@ -123,12 +122,12 @@ _UNMAPPED: set[Any] = set()  # operators whose rule vmap cannot run
 @contextmanager
 def _without_fallback() -> Iterator[None]:
     """vmap's own fall-back loops over seeds with a warning; ours does so without."""
-    allowed = _functorch._is_vmap_fallback_enabled()
-    _functorch._set_vmap_fallback_enabled(False)
+    allowed = is_vmap_fallback_enabled()
+    set_vmap_fallback_enabled(False)
     try:
         yield
     finally:
-        _functorch._set_vmap_fallback_enabled(allowed)
+        set_vmap_fallback_enabled(allowed)
 
 
 def _try(call: Call, fn: Callable[[], Any], otherwise: Callable[[], Any]) -> Any:

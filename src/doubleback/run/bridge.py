@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.utils import _pytree as pytree
 
 from .. import sweeps
+from .._torch import foreach_add_, get_current_graph_task_keep_graph, pytree
 from ..errors import StaleGraphError, ThirdDerivativeError
 from ..kernels.depthwise import taps_first
 from ..plan import Plan
@@ -279,7 +279,7 @@ def deliver(pairs: Sequence[tuple[Tensor, Tensor]], lent: bool = False) -> None:
     with torch.no_grad():
         old = [(t.grad, g) for t, g in plain if t.grad is not None]
         if old:
-            torch._foreach_add_([a for a, _ in old], [g for _, g in old])  # type: ignore[attr-defined]
+            foreach_add_([a for a, _ in old], [g for _, g in old])
         for t, g in plain:
             if t.grad is None:
                 t.grad = g
@@ -316,7 +316,7 @@ def _alone(t: Tensor) -> bool:
 
 def _keeps_graph() -> bool:
     """Whether the running backward was called with retain_graph=True."""
-    return torch._C._autograd._get_current_graph_task_keep_graph()  # type: ignore[attr-defined]
+    return get_current_graph_task_keep_graph()
 
 
 def no_autocast() -> AbstractContextManager:

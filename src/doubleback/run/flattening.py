@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from .. import sweeps
+from .._torch import make_fx
 from ..counting import Operations, recording, replayed
 from ..errors import RuleError
 from ..kernels import for_compiler

@@ -450,7 +450,7 @@ def first(
     causal: bool, scale: float, want: Sequence[bool],
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """(dq, dk, dv), None where `want` says no; shapes as for `second`."""
-    call = torch.ops.doubleback.attention_first if _traced() else _launch_first
+    call = torch.ops.doubleback.attention_first if mode.watched() else _launch_first
     return _placed(want, call(xi, q, k, v, out, lse, mask, causal, scale, list(want)))
 
 
@@ -475,12 +475,8 @@ def second(
     (b or 1, Hq or 1, N or 1, M or 1). Under a dispatch mode (tracing, fake tensors) this is one
     node, ``doubleback::attention_second``.
     """
-    call = torch.ops.doubleback.attention_second if _traced() else _launch
+    call = torch.ops.doubleback.attention_second if mode.watched() else _launch
     return _placed(want, call(xi, tq, tk, tv, q, k, v, out, lse, mask, causal, scale, want))
-
-
-def _traced() -> bool:
-    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 
 def _empty(want: Sequence[bool], *like: Tensor) -> list[Tensor]:
