@@ -263,7 +263,7 @@ ATTRIBUTES: tuple[tuple[str, str, str], ...] = (
     ("torch.fx.experimental.sym_node:SymNode", "_expr", "an open size as an expression"),
     ("torch.nn.parallel:DistributedDataParallel", "_active_ddp_module", "whether its forward runs"),
     ("torch.nn.parallel:DistributedDataParallel", "_comm_hooks", "refused: nobody else runs them"),
-    ("torch.nn.parallel:DistributedDataParallel", "_join_config", "refused: processes may be missing"),
+    ("torch.nn.parallel:DistributedDataParallel", "_join_config", "refused: some may be missing"),
     ("torch.nn.parallel:DistributedDataParallel", "_module_parameters", "what it would average"),
 )  # fmt: skip
 

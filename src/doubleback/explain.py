@@ -207,7 +207,7 @@ def _counts(done: Operations, nodes: int) -> dict[str, int]:
 
 def _paper(layers: int, penalty: Penalty) -> int:
     """The paper's count with a loss: 4L−1 for the classical penalty, 5L−2 for any other."""
-    return 4 * layers - 1 if penalty.extras == 1 and penalty.varying else 5 * layers - 2
+    return 4 * layers - 1 if penalty.own_loss is not None else 5 * layers - 2
 
 
 def _structure(step: Step) -> str:

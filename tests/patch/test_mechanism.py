@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -157,6 +158,26 @@ def test_another_library_s_kernel_is_left_alone(key):
     with db.patched():
         double_backward()
         assert states() == {"replaced"}
+
+
+def test_the_name_of_the_file_is_of_no_account(tmp_path):
+    """Our own kernels are told from another library's, wherever the code that registers them is."""
+    home = Path(db.__file__).parent
+    shutil.copytree(home, tmp_path / "doubleback", ignore=shutil.ignore_patterns("__pycache__"))
+    patch = tmp_path / "doubleback" / "patch"
+    (patch / "mechanism.py").rename(patch / "renamed.py")
+    door = patch / "__init__.py"
+    door.write_text(door.read_text().replace("from .mechanism import", "from .renamed import"))
+    script = """
+import doubleback as db
+with db.patched():
+    print({entry.state for entry in db.patch_report()})
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True,
+        env={"PYTHONPATH": str(tmp_path)},
+    )  # fmt: skip
+    assert "replaced" in run.stdout and "foreign" not in run.stdout
 
 
 def test_report_prints_a_table():

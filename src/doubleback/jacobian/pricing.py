@@ -32,7 +32,9 @@ class Meter(TorchDispatchMode):
 
     joins: foretell flattened sweeps, which compute a matrix product and the sum that it soon goes
     into by one `addmm` (straight_line.py): the product is not held, and a sum of two products takes
-    the place of the first. So the last few maxima stay open for correction.
+    the place of the first. Whether a product goes into a sum is known a few operators later; so the
+    live bytes of the last few operators are kept apart (`_recent`), and the product is subtracted
+    there before they enter the maximum.
     """
 
     def __init__(self, known: Iterable[Tensor] = (), *, joins: bool = False) -> None:

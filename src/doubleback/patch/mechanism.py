@@ -224,6 +224,9 @@ def forget(op: OpOverload | None) -> None:
 _LINE = re.compile(r"^(\w+)(?:\[alias\])?(?: \(inactive\))?: registered at (.*?:\d+) ")
 
 
+_OURS = Patcher.register.__code__.co_filename.replace("\\", "/")  # as the dispatcher notes it
+
+
 def foreign(op: OpOverload) -> str | None:
     """Where another library registered an autograd kernel of this operator, None if none did."""
     for line in dispatch_dump(op._name).splitlines():
@@ -231,7 +234,7 @@ def foreign(op: OpOverload) -> str | None:
         if match is None or match[1] not in ("Autograd", *KEYS):
             continue
         place = match[2].replace("\\", "/")
-        ours = place.rpartition(":")[0].endswith("doubleback/patch/mechanism.py")
+        ours = place.rpartition(":")[0] == _OURS
         torch_s = re.search(r"(csrc/autograd|aten/src/ATen)/", place)
         if not ours and not torch_s:
             return "/".join(place.split("/")[-2:])

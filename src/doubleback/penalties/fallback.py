@@ -63,7 +63,8 @@ def accumulate_on_autograd(
         out = choose_output(result, model.output)
         value = torch.zeros((), device=out.device)
         if loss is not None:
-            loss.check(out.shape, target)
+            if not model.penalty.shares(loss):  # whose labels were checked with the penalty's
+                loss.check(out.shape, target)
             value = loss.values(out, target).mean()
         (value + weight * penalty.sum()).backward()
     if several():

@@ -170,9 +170,14 @@ class Penalty(ABC):
         own = [t for t in pytree.tree_leaves(tuple(given)) if isinstance(t, Tensor)]
         refuse_others("v", v, out, *own)
 
+    @property
+    def own_loss(self) -> Loss | None:
+        """The loss whose gradient v is, where it is one: the classical penalty."""
+        return None
+
     def shares(self, loss: Any) -> bool:
         """Whether v is the gradient of this very loss, so that it is computed once for both."""
-        return False
+        return loss is not None and self.own_loss is loss
 
     def reduce(self, values: Tensor) -> Tensor:
         if self.reduction == "mean":
@@ -219,11 +224,12 @@ class LossGradient(Penalty):
         super().__init__(norm, reduction)
         self.loss: Loss = make_loss(loss, label_smoothing, class_weights, ignore_index)
 
+    @property
+    def own_loss(self) -> Loss | None:
+        return self.loss
+
     def seed(self, out: Tensor, *extra: Tensor) -> Tensor:
         return self.loss.gradient(out, extra[0])
-
-    def shares(self, loss: Any) -> bool:
-        return self.loss is loss
 
     def oracle_seed(self, out: Tensor, *extra: Tensor) -> Tensor:
         values = self.loss.values(out, extra[0])

@@ -190,7 +190,9 @@ class Job:
     mutations: dict[int, Tensor] = field(default_factory=dict)
 
     def leaves(self, tensors: Sequence[Tensor]) -> dict[int, Tensor]:
-        plan = self.program.plan  # behind what it names come the penalty's own tensors
+        """The graph's values by number. The penalty's own tensors, which come last among those
+        given, are none of them."""
+        plan = self.program.plan
         named = dict(zip((*plan.penalised, *plan.effective), tensors, strict=False))
         return {**named, **self.constants}
 

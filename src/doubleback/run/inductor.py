@@ -50,7 +50,7 @@ def hold(module: torch.fx.GraphModule) -> None:
         if node.op != "call_function" or not isinstance(value, Tensor) or _is_view(node):
             continue
         if not value.is_floating_point() and value.dtype is not torch.bool:
-            continue  # places: Inductor has shorter ones
+            continue  # integers are positions, which Inductor itself holds in fewer bytes
         if any(number[reader] > own or reader.target in _PICKS for reader in _readers(node)):
             _mark(graph, node)
     module.recompile()
