@@ -15,6 +15,7 @@ if not torch.cuda.is_available():  # read when Triton is first imported
 
 from doubleback.run import flattening
 
+pytest.register_assert_rewrite("support")  # so that its assertions show their values too
 torch.set_num_threads(1)
 
 _common = {

@@ -12,7 +12,7 @@ from torch import nn
 
 import doubleback as db
 from doubleback.run import straight_line
-from zoo import double
+from support.zoo import double
 
 B, N, C = 4, 3, 5
 

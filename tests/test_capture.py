@@ -14,6 +14,7 @@ from torch import nn
 
 import doubleback as db
 from doubleback.capture import dynamo
+from support.plans import plan_of
 
 # ------------------------------------------------------------------------------ captured anew
 
@@ -465,8 +466,7 @@ def test_attention_stays_whole_unless_its_mask_asks_for_a_gradient(counted):
     whole = torch.ops.aten.scaled_dot_product_attention.default
 
     def operators():
-        graph = model._graph(model._call((x, mask), {}))
-        return [node.op for node in graph.nodes]
+        return [step.node.op for step in plan_of(model, x, mask).steps]
 
     assert whole in operators()
     model(x, mask)[1].backward()

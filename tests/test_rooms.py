@@ -7,101 +7,19 @@ have the same name.
 from __future__ import annotations
 
 import ast
+import re
 from collections import Counter
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
-import doubleback
+from tools.draw_rooms import DRAWING, ORDER, ROOT, Import, draw, imports, modules
 
-ROOT = Path(doubleback.__file__).parent
-
-# Each room may import those above it; those on one line do not import one another.
-ORDER = (
-    ("errors", "dtypes", "_torch", "counting"),
-    ("kernels",),
-    ("spaces",),
-    ("operators",),
-    ("patch", "graph"),
-    ("rules",),
-    ("capture", "plan"),
-    ("sweeps",),
-    ("run",),
-    ("penalties",),
-    ("jacobian",),
-    ("explain", "state_dicts"),
-    ("captured",),
-    ("penalised", "with_gradient", "compile"),
-    ("check", "landscape"),
-    ("",),  # the public names
-    ("cli",),
-)
+BOOK = DRAWING.with_name("architecture.md")
 LEVEL = {room: level for level, rooms in enumerate(ORDER) for room in rooms}
 MOST_FLAT = 12  # modules that lie at the top level, beside the rooms
-
-
-class Import(NamedTuple):
-    """One import of one module of the package by another, both as paths of names."""
-
-    by: tuple[str, ...]
-    of: tuple[str, ...]
-    line: int
-
-    def __str__(self) -> str:
-        return f"{'.'.join(self.by) or '__init__'}:{self.line} imports {'.'.join(self.of)}"
-
-
-def modules(root: Path = ROOT) -> dict[tuple[str, ...], Path]:
-    """Every module, a package standing for its `__init__`."""
-    found = {}
-    for path in sorted(root.rglob("*.py")):
-        *rooms, name = path.relative_to(root).with_suffix("").parts
-        found[tuple(rooms) if name == "__init__" else (*rooms, name)] = path
-    return found
-
-
-def imports(root: Path = ROOT) -> list[Import]:
-    known = modules(root)
-    return [found for name in known for found in _imports_of(name, known)]
-
-
-def _imports_of(name: tuple[str, ...], known: dict[tuple[str, ...], Path]) -> Iterator[Import]:
-    path = known[name]
-    package = name if path.name == "__init__.py" else name[:-1]
-    for node in _statements(ast.parse(path.read_text())):
-        for base, names in _read(node, package):
-            for item in names:
-                inner = (*base, item)
-                yield Import(name, inner if inner in known else base, node.lineno)
-
-
-def _read(node: ast.stmt, package: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], list[str]]]:
-    """(a module of this package, the names taken from it) for each that a statement imports."""
-    if isinstance(node, ast.ImportFrom):
-        parts = tuple(node.module.split(".")) if node.module else ()
-        names = [alias.name for alias in node.names]
-        if node.level:
-            yield (*package[: len(package) - node.level + 1], *parts), names
-        elif parts[0] == "doubleback":
-            yield parts[1:], names
-    elif isinstance(node, ast.Import):
-        for alias in node.names:
-            first, *rest = alias.name.split(".")
-            if first == "doubleback":
-                yield tuple(rest), [""]
-
-
-def _statements(tree: ast.AST) -> Iterator[ast.stmt]:
-    """All statements, but for what only a type checker reads."""
-    for child in ast.iter_child_nodes(tree):
-        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
-            continue
-        if isinstance(child, ast.stmt):
-            yield child
-        yield from _statements(child)
 
 
 def through_a_wall(found: Import, known: dict[tuple[str, ...], Path]) -> bool:
@@ -159,12 +77,82 @@ def test_a_class_name_occurs_once():
     assert not [name for name, count in names.items() if count > 1]
 
 
+def test_the_drawing_is_of_this_house():
+    assert draw() == DRAWING.read_text(), "run python tools/draw_rooms.py"
+
+
+def test_every_hop_of_the_book_exists():
+    """Rows of docs/architecture.md: | number | `file` | `function`, … | what happens |."""
+    rows = re.findall(r"^\| \d+ \| `(.+?)` \| (.+?) \|", BOOK.read_text(), flags=re.M)
+    assert len(rows) > 20
+    for name, functions in rows:
+        defined = set(_defined(ast.parse((ROOT / name).read_text())))
+        for function in re.findall(r"`(.+?)`", functions):
+            assert function in defined, f"{name} defines no {function}"
+
+
+def test_every_cache_of_the_book_exists():
+    names = re.findall(r"`(CapturedModule|Penalised)\.(_\w+)`", BOOK.read_text())
+    assert {"_bound", "_plans", "_families", "_programs"} <= {name for _, name in names}
+    texts = {"CapturedModule": "captured.py", "Penalised": "penalised.py"}
+    for owner, name in names:
+        assert re.search(rf"self\.{name}\b|def {name}\b", (ROOT / texts[owner]).read_text()), name
+
+
+def _defined(tree: ast.AST, prefix: str = "") -> Iterator[str]:
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            yield prefix + node.name
+            yield from _defined(node, f"{prefix}{node.name}.")
+
+
 @pytest.mark.parametrize("room", [r for rooms in ORDER for r in rooms])
 def test_a_room_says_what_it_is(room):
     path = modules().get((room,) if room else ())
     if path is None:
         pytest.skip("not built yet")
     assert ast.get_docstring(ast.parse(path.read_text()))
+
+
+# ------------------------------------------------------------------------------- the tests
+
+
+TESTS = sorted(Path(__file__).parent.rglob("*.py"))
+
+
+def test_no_test_imports_another():
+    """What tests share lies in tests/support."""
+    found = [
+        f"{path.name}:{node.lineno}"
+        for path in TESTS
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, (ast.Import, ast.ImportFrom))
+        for name in (getattr(node, "module", None) or "", *(a.name for a in node.names))
+        if name.startswith("test_") or name == "conftest"
+    ]
+    assert not found
+
+
+def test_no_test_reaches_into_a_model():
+    """Into what `Penalised` and `WithGradient` keep for themselves."""
+    private = {
+        node.name if isinstance(node, ast.FunctionDef) else node.attr
+        for name in ("captured", "penalised", "with_gradient")
+        if (path := ROOT / f"{name}.py").exists()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef)
+        or (isinstance(node, ast.Attribute) and ast.unparse(node.value) == "self")
+    }
+    private = {name for name in private if name.startswith("_") and not name.startswith("__")}
+    assert "_carried" in private and "_programs" in private
+    found = [
+        f"{path.name}:{node.lineno} {ast.unparse(node)}"
+        for path in TESTS
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and node.attr in private
+        if ast.unparse(node.value) not in ("self", "pricing")
+    ]
+    assert not found
 
 
 # ------------------------------------------------------------------- the walk itself is right

@@ -7,11 +7,11 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
-from derivatives import error, samples, second
 from torch.autograd import gradgradcheck
 
 import doubleback as db
 from doubleback.patch import convolution
+from support.derivatives import error, samples, second
 
 CONVOLUTIONS = [
     f"nn.functional.conv{kind}{n}d" for kind, n in itertools.product(("", "_transpose"), (1, 2, 3))

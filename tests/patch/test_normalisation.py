@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from derivatives import error, samples, second
 from torch.autograd import gradgradcheck
 
 import doubleback as db
 from doubleback.patch import normalisation
 from doubleback.patch.node import Applied
+from support.derivatives import error, samples, second
 
 D = torch.float64
 

@@ -8,7 +8,6 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from derivatives import error, samples, second
 from torch import nn
 from torch.autograd import gradgradcheck
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -18,7 +17,8 @@ import doubleback as db
 from doubleback.kernels.attention import BITS
 from doubleback.patch import attention
 from doubleback.patch.node import Applied
-from dropout import kept, provider
+from support.derivatives import error, samples, second
+from support.dropout import kept, provider
 
 D = torch.float64
 
