@@ -85,7 +85,7 @@ def _read(node: ast.stmt, package: Name) -> Iterator[tuple[Name, list[str]]]:
         names = [alias.name for alias in node.names]
         if node.level:
             yield (*package[: len(package) - node.level + 1], *parts), names
-        elif parts[0] == "doubleback":
+        elif parts[:1] == ("doubleback",):
             yield parts[1:], names
     elif isinstance(node, ast.Import):
         for alias in node.names:
