@@ -13,8 +13,9 @@ import torch
 if not torch.cuda.is_available():  # read when Triton is first imported
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from doubleback.run import flattening as flatten
+from doubleback.run import flattening
 
+pytest.register_assert_rewrite("support")  # so that its assertions show their values too
 torch.set_num_threads(1)
 
 _common = {
@@ -30,11 +31,11 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 @pytest.fixture
 def flattened(monkeypatch) -> list:
     """Every graph that is flattened while a test runs; sweeps that cannot be leave none."""
-    made, original = [], flatten.flatten
+    made, original = [], flattening.flatten
 
     def recorded(*args, **kwargs):
         made.append(original(*args, **kwargs))
         return made[-1]
 
-    monkeypatch.setattr(flatten, "flatten", recorded)
+    monkeypatch.setattr(flattening, "flatten", recorded)
     return made

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import doubleback as db
-from doubleback.run import straight_line as flat_graph
-from zoo import double
+from doubleback.run import straight_line
+from support.zoo import double
 
 B, N, C = 4, 3, 5
 
@@ -367,8 +367,8 @@ def test_numbers_that_never_come_again_do_not_pile_up(flattened):
 @pytest.mark.parametrize("penalty", [db.LossGradient("mse"), db.Jacobian()], ids=["loss", "J"])
 def test_a_weight_that_changes_at_every_step_takes_one_graph(penalty, monkeypatch):
     made = []
-    boxed = flat_graph.boxed
-    monkeypatch.setattr(flat_graph, "boxed", lambda graph: made.append(graph) or boxed(graph))
+    boxed = straight_line.boxed
+    monkeypatch.setattr(straight_line, "boxed", lambda graph: made.append(graph) or boxed(graph))
     net, x, y = nn.Sequential(nn.Linear(4, 3), nn.Tanh()), torch.randn(5, 4), torch.randn(5, 3)
     model = db.Penalised(net, penalty, flatten_after=1)
     counts, grads = [], []

@@ -16,8 +16,7 @@ from torch.nn import functional as F
 
 import doubleback as db
 from doubleback.kernels import mode
-from doubleback.run import inductor
-from doubleback.run import straight_line as flat_graph
+from doubleback.run import inductor, straight_line
 
 aten = torch.ops.aten
 
@@ -32,7 +31,7 @@ def sum_of_three(a, b, c, d):
 def compiled(compiler=True):
     tensors = [torch.randn(4, 4, dtype=torch.float64) for _ in range(4)]
     graph = make_fx(sum_of_three, tracing_mode="fake")(*tensors)
-    flat_graph.clean(graph, for_compiler=True)
+    straight_line.clean(graph, for_compiler=True)
     return inductor.compiled(graph, compiler), tensors
 
 
@@ -60,7 +59,7 @@ def test_compiled_graphs_free_an_input_at_its_last_use():
     tensors = [torch.randn(4, 4) for _ in range(2)]
     fn = lambda a, b: (torch.ops.doubleback_tests.seen(a.sin()) @ b,)  # noqa: E731
     graph = make_fx(fn, tracing_mode="fake")(*tensors)
-    flat_graph.clean(graph, for_compiler=True)
+    straight_line.clean(graph, for_compiler=True)
     run = inductor.compiled(graph, True)
     for _ in range(2):
         given = [t.clone() for t in tensors]

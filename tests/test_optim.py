@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import doubleback as db
-import gram
 from doubleback import spaces
+from support import gram
 
 SMOOTH = spaces.Sobolev(1.5, (1.0, 0.5), ("neumann", "dirichlet"))
 

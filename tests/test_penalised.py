@@ -95,6 +95,16 @@ class TestCounts:
         ops, _, n = self.run(kind, nn.Tanh, penalty, (), lambda out: out.sum())
         assert (ops.products, ops.weight_adjoint) == (4 * n - 1, 2 * n)
 
+    def test_the_papers_count_is_the_classical_one_for_the_gradient_of_a_loss_alone(self, kind):
+        make, shape, _, n = NETS[kind]
+        x, y = torch.randn(*shape), self.labels(kind)
+        classical = db.Penalised(make(nn.Tanh), db.LossGradient("cross_entropy")).explain(x, y)
+        assert classical.paper["penalty_and_loss"] == 4 * n - 1
+        other = db.Custom(lambda out, labels: out * labels.sum(), extras=1)
+        assert db.Penalised(make(nn.Tanh), other).explain(x, y).paper["penalty_and_loss"] == (
+            5 * n - 2
+        )
+
     def test_piecewise_linear(self, kind):
         ops, _, n = self.run(kind, nn.ReLU, db.OutputGradient(1))
         assert (ops.products, ops.weight_adjoint) == (3 * n - 1, n)

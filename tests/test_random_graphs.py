@@ -23,12 +23,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import doubleback as db
-import oracle
 from doubleback.capture import find_graph
 from doubleback.rules import registered
-from oracle import Spec
-from test_zoo import TOLERANCE, library_penalty, quartic, turned
-from zoo import double
+from support import oracle
+from support.oracle import Spec
+from support.penalties import TOLERANCE, library_penalty, quartic, turned
+from support.zoo import double
 
 B = 3
 ROWS, COLUMNS = torch.arange(B)[:, None], torch.tensor([[1, 0, 3, 3]])

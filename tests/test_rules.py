@@ -14,7 +14,7 @@ from doubleback.graph import Meta, Node, Ref
 from doubleback.rules import Call, Structure, find_rule, registered
 from doubleback.rules.seeded import Seeded, fold
 from doubleback.rules.table import overload
-from samples import SAMPLES, WITHOUT, WRT
+from support.samples import SAMPLES, WITHOUT, WRT
 
 aten = torch.ops.aten
 NAMES = sorted(SAMPLES)

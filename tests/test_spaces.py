@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import doubleback as db
-import gram
 from doubleback import spaces
+from support import gram
 
 BOUNDARIES = ("periodic", "neumann", "dirichlet")
 

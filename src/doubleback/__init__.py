@@ -1,8 +1,10 @@
 """doubleback: training with derivatives in the loss, at close to the price of training without."""
 
-from . import landscape, operators, spaces
-from .check.adjoint import check_adjoint
-from .check.parity import CheckReport, check, check_rule
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from . import operators, spaces
+from .check import CheckReport, check, check_adjoint, check_rule
 from .counting import Operations, count_operations
 from .errors import (
     CaptureError,
@@ -21,17 +23,29 @@ from .errors import (
     StaleGraphError,
     ThirdDerivativeError,
 )
-from .operators.layers import LocallyConnected1d, LocallyConnected2d
+from .operators import LocallyConnected1d, LocallyConnected2d
 from .patch import patch, patch_report, patched, unpatch
 from .penalised import Penalised
-from .penalties.jacobian import Jacobian, SpectralNorm
-from .penalties.kinds import BilinearForm, Custom, GradientMatch, LossGradient, OutputGradient
-from .penalties.norms import Deviation, Norm, SquaredNorm
+from .penalties import (
+    BilinearForm,
+    Custom,
+    Deviation,
+    GradientMatch,
+    Jacobian,
+    LossGradient,
+    Norm,
+    OutputGradient,
+    SpectralNorm,
+    SquaredNorm,
+)
 from .rules import Call, Rule, Structure
 from .rules import register as register_rule
 from .rules import unregister as unregister_rule
-from .spaces.parameters import parameter_spaces
+from .spaces import parameter_spaces
 from .with_gradient import WithGradient
+
+if TYPE_CHECKING:
+    from . import landscape
 
 __version__ = "0.1.0"
 
@@ -85,3 +99,14 @@ __all__ = [
     "unpatch",
     "unregister_rule",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """`landscape` is imported when it is first used: training needs none of it."""
+    if name == "landscape":
+        return importlib.import_module(".landscape", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

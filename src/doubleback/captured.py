@@ -15,11 +15,17 @@ from torch import Tensor, nn
 from .capture import Arguments, capture_of, find_graph, only_one, plain, take_apart
 from .errors import CaptureError, InputError, RuleError, refuse_unused, warn
 from .graph import Graph, Meta
-from .plan.steps import Plan, make_plan
-from .run.bridge import no_autocast
-from .run.flattening import FlattenedProgram, Replay
-from .run.open_sizes import Family, OpenProgram
-from .run.state import read_state, remember, write_state
+from .plan import Plan, make_plan
+from .run import (
+    Family,
+    FlattenedProgram,
+    OpenProgram,
+    Replay,
+    no_autocast,
+    read_state,
+    remember,
+    write_state,
+)
 from .state_dicts import accept_plain_keys
 
 
@@ -118,7 +124,7 @@ class CapturedModule(nn.Module):
 
     def _opaque(self, method: Callable) -> Callable:
         """An outer torch.compile does not look inside: it calls this as it is."""
-        return torch._dynamo.disable(method)
+        return torch.compiler.disable(method)
 
     @abstractmethod
     def _forward(self, *args: Any, **kwargs: Any) -> Any: ...

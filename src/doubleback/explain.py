@@ -6,10 +6,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .counting import Operations
-from .jacobian.planner import Decision
-from .penalties.jacobian import Jacobian
-from .penalties.kinds import Penalty
-from .plan.steps import Plan, Step
+from .jacobian import Decision
+from .penalties import Jacobian, Penalty
+from .plan import Plan, Step
 from .rules import Structure
 
 
@@ -208,7 +207,7 @@ def _counts(done: Operations, nodes: int) -> dict[str, int]:
 
 def _paper(layers: int, penalty: Penalty) -> int:
     """The paper's count with a loss: 4L−1 for the classical penalty, 5L−2 for any other."""
-    return 4 * layers - 1 if penalty.extras == 1 and penalty.varying else 5 * layers - 2
+    return 4 * layers - 1 if penalty.own_loss is not None else 5 * layers - 2
 
 
 def _structure(step: Step) -> str:

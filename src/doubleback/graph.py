@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import _torch
+
 
 @dataclass(frozen=True, slots=True)
 class Ref:
@@ -186,9 +188,7 @@ def _open(tree: Any) -> Iterator[Size]:
 
 def compile_sizes(exprs: Sequence[Any], symbols: Sequence[Any]) -> Callable[..., Sequence[Any]]:
     """One function of the symbols' numbers that computes all of these expressions."""
-    from torch.utils._sympy.printers import PythonPrinter
-
-    printer = PythonPrinter()
+    printer = _torch.PythonPrinter()
     names = {symbol: f"s{i}" for i, symbol in enumerate(symbols)}
     parts = [printer.doprint(expr.xreplace(_renamed(names))) for expr in exprs]
     code = f"lambda {', '.join(names.values())}: ({' '.join(p + ',' for p in parts)})"

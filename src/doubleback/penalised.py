@@ -8,26 +8,40 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
+from ._torch import pytree
 from .capture import requires_grad
 from .captured import CapturedModule, Site
 from .errors import InputError, warn
 from .explain import Explanation, explain, explain_jacobian, with_iterations
 from .graph import Graph
-from .jacobian.planner import plan_jacobian
-from .jacobian.pricing import price
-from .jacobian.programs import SpectralProgram
-from .penalties.fallback import accumulate_on_autograd, on_autograd
-from .penalties.jacobian import Jacobian, SpectralNorm
-from .penalties.kinds import LossGradient, Penalty
-from .penalties.losses import Loss, make_loss
-from .plan.steps import Plan
-from .run.bridge import Bridge, Job, Program, deliver, no_autocast
-from .run.callers import CallersProgram
-from .run.cuda_graphs import GraphedStep
-from .run.flattening import FlattenedProgram, Replay
-from .run.state import kind, remember, run_prelude, scale
+from .jacobian import SpectralProgram, plan_jacobian, price
+from .penalties import (
+    Jacobian,
+    Loss,
+    LossGradient,
+    Penalty,
+    SpectralNorm,
+    accumulate_on_autograd,
+    make_loss,
+    on_autograd,
+)
+from .plan import Plan
+from .run import (
+    Bridge,
+    CallersProgram,
+    FlattenedProgram,
+    GraphedStep,
+    Job,
+    Program,
+    Replay,
+    deliver,
+    kind,
+    no_autocast,
+    remember,
+    run_prelude,
+    scale,
+)
 
 
 class Penalised(CapturedModule):

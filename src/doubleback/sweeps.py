@@ -21,12 +21,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
+from ._torch import pytree
 from .errors import DoublebackError, NonFiniteError, RuleError
-from .kernels import boundary
-from .plan.steps import Plan, Step
-from .rules import Call, add, seeded
+from .kernels import boundary, compiling
+from .plan import Plan, Step
+from .rules import Call, add, seeded_backward, seeded_both
 
 Watch = Callable[[str, Step, Any], None]
 INPUTS = "inputs"
@@ -255,7 +255,7 @@ def _pull(
     wanted = step.pull if wanted is None else wanted
     if seeds is None:
         return _guard(sweep, step, step.rule.backward, call, y, wanted)
-    return _guard(sweep, step, lambda c: seeded.backward(step.rule, c, y, wanted, seeds), call)
+    return _guard(sweep, step, lambda c: seeded_backward(step.rule, c, y, wanted, seeds), call)
 
 
 def _both(
@@ -265,7 +265,7 @@ def _both(
         return _guard(sweep, step, step.rule.both, call, xi, moved, step.bend, need)
     return _guard(
         sweep, step,
-        lambda c: seeded.both(step.rule, c, xi, moved, step.bend, need, seeds), call,
+        lambda c: seeded_both(step.rule, c, xi, moved, step.bend, need, seeds), call,
     )  # fmt: skip
 
 
@@ -318,7 +318,7 @@ def _guard(sweep: str, step: Step, fn: Callable, *args: Any) -> Any:
     except (DoublebackError, torch.OutOfMemoryError):
         raise
     except (RuntimeError, ValueError, TypeError) as error:
-        if torch.compiler.is_compiling():
+        if compiling():
             raise
         call = args[0]
         shapes = ", ".join(str(tuple(meta.shape)) for meta in call.metas)

@@ -8,18 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils import _pytree as pytree
 
+from ._torch import pytree
 from .capture import Arguments, choose_output
 from .captured import CapturedModule, Site
 from .errors import InputError, refuse_unused
 from .graph import Graph
-from .patch import patched
-from .patch.mechanism import supported
-from .penalties.kinds import Custom, OutputGradient, Penalty
-from .plan.steps import Plan
-from .run.bridge import Bridge, GradientProgram, Job
-from .run.state import run_prelude
+from .patch import patched, supported
+from .penalties import Custom, OutputGradient, Penalty
+from .plan import Plan
+from .run import Bridge, GradientProgram, Job, run_prelude
 
 
 class WithGradient(CapturedModule):
@@ -147,7 +145,7 @@ class WithGradient(CapturedModule):
         return result, gradients
 
 
-class _Sum(Penalty):
+class _Ones(Penalty):
     """v = 1: the gradient of the sum of all outputs."""
 
     def seed(self, out: Tensor, *extra: Tensor) -> Tensor:
@@ -163,7 +161,7 @@ def _seed(v: Any) -> Penalty:
     if isinstance(v, str):
         if v != "sum":
             raise InputError(f'v must be "sum", an index or a callable, not {v!r}')
-        return _Sum()
+        return _Ones()
     if callable(v):
         return Custom(v)  # type: ignore[arg-type]
     return _Index(v)

@@ -6,7 +6,6 @@ import itertools
 
 import pytest
 import torch
-from test_attention import BLOCKS, CASES, LARGE, Case, Largest, all_close, close, data, oracle
 
 from doubleback.errors import PatchError
 from doubleback.kernels.attention import (
@@ -17,7 +16,8 @@ from doubleback.kernels.attention import (
     frame,
     stock,
 )
-from dropout import provider
+from support.attention import BLOCKS, CASES, LARGE, Case, Largest, all_close, close, data, oracle
+from support.dropout import provider
 
 P = 0.3
 STEPS = {"whole": 6 * 64, "parts": 6}

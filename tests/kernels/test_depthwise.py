@@ -15,7 +15,7 @@ from doubleback.kernels.depthwise import Depthwise
 from doubleback.kernels.depthwise import fused as depthwise
 from doubleback.operators import Convolution
 from doubleback.plan.steps import _layouts
-from gpu import CUDA, DEVICE, needs_gpu, needs_triton, on_gpu_all
+from support.gpu import CUDA, DEVICE, needs_gpu, needs_triton, on_gpu_all
 from support.plans import plan_of
 
 aten = torch.ops.aten

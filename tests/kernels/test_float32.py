@@ -35,7 +35,7 @@ from doubleback.kernels.standardisation import (
     standardise_second,
 )
 from doubleback.operators import AveragePool, Convolution
-from gpu import CUDA, DEVICE, needs_gpu
+from support.gpu import CUDA, DEVICE, needs_gpu
 
 TOLERANCE = 1e-5  # of the norm
 LAST = torch.channels_last

@@ -13,7 +13,7 @@ from torch import Tensor
 from doubleback.errors import InputError
 from doubleback.kernels.pointwise import formulas, fused
 from doubleback.kernels.pointwise.fused import curvature, supports
-from gpu import CUDA, DEVICE, TRITON, needs_triton
+from support.gpu import CUDA, DEVICE, TRITON, needs_triton
 
 pytestmark = [  # raised inside Triton's interpreter
     pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),

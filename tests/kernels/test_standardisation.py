@@ -20,7 +20,7 @@ from doubleback.kernels.standardisation import (
     standardise_second,
 )
 from doubleback.kernels.standardisation import fused as fused_kernels
-from gpu import CUDA, TRITON
+from support.gpu import CUDA, TRITON
 
 # Raised inside Triton's interpreter.
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from derivatives import error, samples, second
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import doubleback as db
+from support.derivatives import error, samples, second
 
 FUNCTIONS = {
     "gelu": F.gelu,

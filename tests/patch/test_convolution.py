@@ -7,11 +7,11 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
-from derivatives import error, samples, second
 from torch.autograd import gradgradcheck
 
 import doubleback as db
 from doubleback.patch import convolution
+from support.derivatives import error, samples, second
 
 CONVOLUTIONS = [
     f"nn.functional.conv{kind}{n}d" for kind, n in itertools.product(("", "_transpose"), (1, 2, 3))
@@ -84,7 +84,7 @@ def test_the_input_s_derivative_is_itself_a_convolution(transposed, key, monkeyp
     with db.patched(only=["convolution"]):
         g, found = third()
         assert error(found, expected) < 1e-13
-        written = type(g.grad_fn).__name__ == "NodeBackward"
+        written = type(g.grad_fn).__name__ == "DerivativeNodeBackward"
         assert written == ("groups" in shapes[2])
 
 
@@ -94,7 +94,7 @@ def test_autocast_does_not_change_a_derivative_s_dtype(monkeypatch):
     y = function().square().sum()
     with db.patched(), torch.autocast("cpu", torch.bfloat16):
         (g,) = torch.autograd.grad(y, inputs[0], create_graph=True)
-        assert g.dtype == torch.float64 and type(g.grad_fn).__name__ == "NodeBackward"
+        assert g.dtype == torch.float64 and type(g.grad_fn).__name__ == "DerivativeNodeBackward"
 
 
 @pytest.mark.parametrize("name", CONVOLUTIONS)

@@ -9,7 +9,6 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
-from derivatives import error
 from torch import nn
 from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -17,6 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 import doubleback as db
+from support.derivatives import error
 
 D = torch.float64
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -49,7 +50,7 @@ def test_patch_and_unpatch_leave_no_trace():
     assert states() == {"ready"} and registered() == before  # nothing until it is needed
     found = double_backward()
     assert states() == {"replaced"} and registered() != before
-    assert node_name() == "NodeBackward"
+    assert node_name() == "DerivativeNodeBackward"
     db.patch()
     db.unpatch()
     assert states() == {"stock"} and registered() == before
@@ -159,6 +160,26 @@ def test_another_library_s_kernel_is_left_alone(key):
         assert states() == {"replaced"}
 
 
+def test_the_name_of_the_file_is_of_no_account(tmp_path):
+    """Our own kernels are told from another library's, wherever the code that registers them is."""
+    home = Path(db.__file__).parent
+    shutil.copytree(home, tmp_path / "doubleback", ignore=shutil.ignore_patterns("__pycache__"))
+    patch = tmp_path / "doubleback" / "patch"
+    (patch / "mechanism.py").rename(patch / "renamed.py")
+    door = patch / "__init__.py"
+    door.write_text(door.read_text().replace("from .mechanism import", "from .renamed import"))
+    script = """
+import doubleback as db
+with db.patched():
+    print({entry.state for entry in db.patch_report()})
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True,
+        env={"PYTHONPATH": str(tmp_path)},
+    )  # fmt: skip
+    assert "replaced" in run.stdout and "foreign" not in run.stdout
+
+
 def test_report_prints_a_table():
     text = str(db.patch_report())
     assert text.splitlines()[0].split() == ["operator", "family", "state", "reason"]
@@ -181,7 +202,7 @@ x = torch.randn(1, 2, 4, 4, requires_grad=True)
 w = torch.randn(2, 1, 3, 3, requires_grad=True)
 g, = torch.autograd.grad(F.conv2d(x, w, groups=2).square().sum(), x, create_graph=True)
 g.square().sum().backward()
-assert type(g.grad_fn).__name__ == "NodeBackward"
+assert type(g.grad_fn).__name__ == "DerivativeNodeBackward"
 """
     command = [sys.executable, "-W", "error", "-c", script]
     source = str(Path(db.__file__).parents[1])

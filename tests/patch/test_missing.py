@@ -7,12 +7,12 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from derivatives import samples
 from torch.autograd import gradgradcheck
 
 import doubleback as db
 from doubleback.patch import missing
 from doubleback.patch.node import is_dual
+from support.derivatives import samples
 
 NAMES = [
     "nn.functional.hardsigmoid",

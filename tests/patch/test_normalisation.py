@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from derivatives import error, samples, second
 from torch.autograd import gradgradcheck
 
 import doubleback as db
 from doubleback.patch import normalisation
-from doubleback.patch.node import Call
+from doubleback.patch.node import Applied
+from support.derivatives import error, samples, second
 
 D = torch.float64
 
@@ -336,5 +336,5 @@ def test_formulas_of_cuda_s_operators():
         cotangents = [random(*g.shape, seed=50 + i) for i, g in enumerate(grads)]
         total = sum((g * c).sum() for g, c in zip(grads, cotangents, strict=True))
         expected = torch.autograd.grad(total, list(at.values()))
-        found = formula.second(Call(a, {n: n in names for n in a}), cotangents)
+        found = formula.second(Applied(a, {n: n in names for n in a}), cotangents)
         assert error([[found[n] for n in names]], [list(expected)]) < 1e-12

@@ -8,7 +8,6 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from derivatives import error, samples, second
 from torch import nn
 from torch.autograd import gradgradcheck
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -17,8 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import doubleback as db
 from doubleback.kernels.attention import BITS
 from doubleback.patch import attention
-from doubleback.patch.node import Call
-from dropout import kept, provider
+from doubleback.patch.node import Applied
+from support.derivatives import error, samples, second
+from support.dropout import kept, provider
 
 D = torch.float64
 
@@ -229,7 +229,7 @@ def test_formulas_of_cuda_kernels(formula, biased):
     cotangents = [random(*a[n].shape, seed=20 + i) for i, n in enumerate(names[1:])]
     if "efficient" in formula.operator and not with_bias:
         cotangents.append(None)
-    found = formula.second(Call(a, {n: n in names for n in a}), cotangents)
+    found = formula.second(Applied(a, {n: n in names for n in a}), cotangents)
     at = {n: a[n].clone().requires_grad_() for n in names}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -259,7 +259,7 @@ def test_formulas_of_cuda_kernels_with_dropout(formula, step, again, monkeypatch
     grads = torch.autograd.grad(out, leaves, xi, create_graph=True)
     expected = torch.autograd.grad(grads, [xi, *leaves], cotangents)
     given = a | at if again else a
-    found = formula.second(Call(given, {n: n in names for n in a}), cotangents)
+    found = formula.second(Applied(given, {n: n in names for n in a}), cotangents)
     assert error([[found[n] for n in names]], [list(expected)]) < 1e-12
 
 

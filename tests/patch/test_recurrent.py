@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from derivatives import error
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
 import doubleback as db
 from doubleback.patch import recurrent
+from support.derivatives import error
 
 D = torch.float64
 MODES = {"relu": 0, "tanh": 1, "lstm": 2, "gru": 3}

@@ -12,10 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C._functorch import peek_interpreter_stack  # pyright: ignore
 from torch.nn.parameter import is_lazy
-from torch.utils import _pytree as pytree
 
+from .._torch import peek_interpreter_stack, pytree
 from ..errors import InputError, OutputChoiceError
 
 Path = int | str | tuple

@@ -6,8 +6,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch._decomp
 
+from .._torch import decomposition_table
 from ..rules import stop_gradient
 
 aten = torch.ops.aten
@@ -16,8 +16,9 @@ aten = torch.ops.aten
 def decompositions() -> dict:
     """Recurrent layers become cells; attention with dropout, GLU, dropout variants and named
     paddings become the products, activations and pads they are made of."""
-    table = torch._decomp.decomposition_table
-    chosen: dict[Any, Any] = {op: _recurrent(table[op]) for op in RECURRENT if op in table}
+    chosen: dict[Any, Any] = {
+        op: _recurrent(decomposition_table[op]) for op in RECURRENT if op in decomposition_table
+    }
     chosen[aten.scaled_dot_product_attention.default] = _attention_products
     chosen[aten.glu.default] = _glu
     chosen[aten.instance_norm.default] = _instance_norm

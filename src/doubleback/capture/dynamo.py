@@ -21,8 +21,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import _disable_current_modes, _pop_mode, _push_mode
 
+from .. import _torch
 from ..errors import CaptureError, InputError, warn
 from ..graph import Graph
 from .arguments import plain, refuse_distributed, tensors_in
@@ -69,7 +69,7 @@ class Capture:
         box = _Box(run)
         start = monotonic()
         try:
-            with torch._dynamo.config.patch(_SETTINGS), _modes_off(box):
+            with _torch.dynamo_config.patch(_SETTINGS), _modes_off(box):
                 result = self._enter(net, box, args, kwargs)
         except Exception as error:
             if error is box.error:
@@ -111,7 +111,7 @@ class Capture:
             self._surroundings = Surroundings(net)
             code = _call.__code__.replace(co_name=f"call_network_{next(_count)}")
             own = FunctionType(code, _call.__globals__)
-            optimise = torch._dynamo.optimize(
+            optimise = _torch.dynamo_optimize(
                 self._receive, nopython=True, guard_fail_fn=self._changed
             )
             found = optimise(own)
@@ -136,7 +136,7 @@ class Capture:
         def call(*inputs: Any) -> Sequence[Any]:
             return _boxes()[-1](graph, inputs)
 
-        return torch._dynamo.disable(call)
+        return torch.compiler.disable(call)
 
     def _changed(self, failure: Any) -> None:
         text = str(failure.reason).splitlines()[0]
@@ -172,7 +172,7 @@ class _Box:
 
     def __call__(self, graph: Graph, inputs: Sequence[Any]) -> Sequence[Any]:
         for mode in self.modes:
-            _push_mode(mode)
+            _torch.push_mode(mode)
         try:
             return self.run(graph, inputs)
         except BaseException as error:
@@ -180,17 +180,17 @@ class _Box:
             raise
         finally:
             for _ in self.modes:
-                _pop_mode()
+                _torch.pop_mode()
 
 
 @contextmanager
 def _modes_off(box: _Box) -> Iterator[None]:
     """Modes of the caller's (a counter of FLOPs) see the sweeps, not the capture, which Dynamo
     would leave out for them."""
-    if not torch._C._len_torch_dispatch_stack():  # type: ignore[attr-defined]
+    if not _torch.len_torch_dispatch_stack():
         yield
         return
-    with _disable_current_modes() as modes:
+    with _torch.disable_current_modes() as modes:
         box.modes = modes[::-1]
         yield
 
@@ -213,7 +213,7 @@ class _Quiet:
 
     @classmethod
     def install(cls) -> None:
-        handler = torch._dynamo.callback.callback_handler
+        handler = _torch.callback_handler
         if cls.start not in handler.start_callbacks:  # torch._dynamo.reset() forgets them
             handler.register_start_callback(cls.start)
             handler.register_end_callback(cls.end)

@@ -19,17 +19,20 @@ from typing import Any
 import torch
 import torch.fx.traceback
 from torch import Tensor
-from torch._export.utils import (
-    _collect_all_valid_cia_ops_for_aten_namespace,
-    _special_op_to_preserve_cia,
-)
-from torch._functorch._aot_autograd.functional_utils import from_fun, has_data_mutation, to_fun
-from torch._subclasses.functional_tensor import FunctionalTensorMode
-from torch.export.exported_program import _override_composite_implicit_decomp
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
+from .. import _torch
+from .._torch import (
+    FunctionalTensorMode,
+    HigherOrderOperator,
+    OpOverload,
+    collect_all_valid_cia_ops_for_aten_namespace,
+    get_data_attr,
+    make_fx,
+    override_composite_implicit_decomp,
+    pytree,
+    special_op_to_preserve_cia,
+)
 from ..errors import CaptureError
 from ..graph import Graph, Meta, Node, Ref, Size, refs
 from ..rules import registered
@@ -61,19 +64,19 @@ def lift(module: torch.fx.GraphModule, given: Sequence[Any]) -> Graph:
         written.clear()
         with FunctionalTensorMode():
             wrapped = [
-                to_fun(t).requires_grad_(on) if isinstance(t, Tensor) else t
+                _torch.to_fun(t).requires_grad_(on) if isinstance(t, Tensor) else t
                 for t, on in zip(inputs, trained, strict=True)
             ]
             with torch.fx.traceback.preserve_node_meta(), _Autograd():
                 results = _Interpreter(module).run(*wrapped)
             for i, t in enumerate(wrapped):
-                if isinstance(t, Tensor) and has_data_mutation(t):
+                if isinstance(t, Tensor) and _torch.has_data_mutation(t):
                     written.append(i)
             updates = [wrapped[i] for i in written]
-            return [from_fun(t) for t in (*pytree.tree_leaves(results), *updates)]
+            return [_torch.from_fun(t) for t in (*pytree.tree_leaves(results), *updates)]
 
     whole, parts = _decompositions()
-    with torch.enable_grad(), _override_composite_implicit_decomp(whole), _own_kernels_only():
+    with torch.enable_grad(), override_composite_implicit_decomp(whole), _own_kernels_only():
         trace = make_fx(run, parts, tracing_mode="symbolic", record_module_stack=True)
         flat = trace(*[t.detach() if isinstance(t, Tensor) else t for t in fakes])
     names = [_name(n) for n in placeholders]
@@ -128,11 +131,11 @@ def _decompositions() -> tuple[dict, dict]:
 @cache
 def _composite() -> frozenset:
     """ATen's operators that are made of others and can be kept whole."""
-    return frozenset(_collect_all_valid_cia_ops_for_aten_namespace())
+    return frozenset(collect_all_valid_cia_ops_for_aten_namespace())
 
 
 def _keep(op: Any) -> Callable:
-    return lambda *args, **kwargs: _special_op_to_preserve_cia(*args, kernel=op, **kwargs)
+    return lambda *args, **kwargs: special_op_to_preserve_cia(*args, kernel=op, **kwargs)
 
 
 # Operators on whole functions that do nothing to derivatives: they are looked through.
@@ -147,9 +150,9 @@ class _Interpreter(torch.fx.Interpreter):
     """Calls Dynamo's graph so that `_Autograd` sees it all."""
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        if target is torch._C._autograd._get_data_attr:  # type: ignore[attr-defined]
+        if target is get_data_attr:
             return args[0].detach()  # what `.data` is, by a name that can be watched
-        if isinstance(target, torch._ops.HigherOrderOperator) and target.name() not in _THROUGH:
+        if isinstance(target, HigherOrderOperator) and target.name() not in _THROUGH:
             raise CaptureError(_REFUSED.get(target.name(), f"{target.name()} cannot be swept"))
         return super().call_function(target, args, kwargs)
 
@@ -350,7 +353,7 @@ class _Converter:
             return
         many = isinstance(result, (tuple, list))
         results: Sequence[Any] = result if many else (result,)  # type: ignore[assignment]
-        if not isinstance(node.target, torch._ops.OpOverload) or any(
+        if not isinstance(node.target, OpOverload) or any(
             part is not None and not isinstance(part, Tensor) for part in results
         ):
             raise CaptureError(f"{node.target} cannot be swept: it is control flow; {source(node)}")

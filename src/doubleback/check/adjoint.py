@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
+from .._torch import pytree
 from ..errors import CheckError, InputError
 from ..operators import Multilinear, Operator
 from ..spaces import Product, Space

@@ -14,14 +14,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
+from .._torch import pytree
 from ..errors import CheckError, InputError
 from ..graph import Meta, Node, Ref
 from ..penalised import Penalised
-from ..penalties.fallback import accumulate_on_autograd, on_autograd
-from ..penalties.kinds import LossGradient
-from ..rules import Call, Rule, find_rule, seeded
+from ..penalties import LossGradient, accumulate_on_autograd, on_autograd
+from ..rules import LOOP, Call, Rule, find_rule
 from ..with_gradient import WithGradient
 
 Model = Penalised | WithGradient
@@ -510,7 +509,7 @@ class _Sample:
             ]
             packed, moved = self._pack(_stack(xi)), tuple(_stack(own))
             found = []
-            for way in (seeded.LOOP, self.rule.seeded):
+            for way in (LOOP, self.rule.seeded):
                 try:
                     with torch.no_grad():
                         pulled = way.backward(self.rule, call, packed, live, seeds)

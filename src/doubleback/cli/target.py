@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import doubleback as db
 from doubleback.cli import UsageError
-from doubleback.penalties.losses import BinaryCrossEntropy, CrossEntropy, Loss, SquaredError
+from doubleback.penalties import BinaryCrossEntropy, CrossEntropy, Loss, SquaredError
 
 NORMS = {"squared": db.SquaredNorm, "norm": db.Norm, "deviation": db.Deviation}
 

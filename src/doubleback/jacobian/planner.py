@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from ..errors import InputError, PenaltyWarning
-from ..penalties.jacobian import MANY_SEEDS, Jacobian
-from ..plan.steps import Plan
-from ..run.flattening import Replay
+from ..penalties import MANY_SEEDS, Jacobian
+from ..plan import Plan
+from ..run import Replay
 from ..sweeps import finite_watch
 from .pricing import Profile, Run, free_bytes, profile
 from .programs import JacobianProgram

@@ -16,14 +16,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from .._torch import FakeTensorMode, TorchDispatchMode, pytree
 from ..counting import Operations, recording
-from ..plan.steps import Plan
-from ..run.straight_line import NEAR
+from ..plan import Plan
+from ..run import NEAR
 from .programs import JacobianProgram
 
 FLOPS_PER_BYTE = 20  # a few on a CPU, 80 to 200 on a GPU; ranks plans, predicts no time
@@ -33,8 +31,10 @@ class Meter(TorchDispatchMode):
     """Counts FLOPs and live bytes of everything executed inside.
 
     joins: foretell flattened sweeps, which compute a matrix product and the sum that it soon goes
-    into by one `addmm` (flat_graph.py): the product is not held, and a sum of two products takes
-    the place of the first. So the last few maxima stay open for correction.
+    into by one `addmm` (straight_line.py): the product is not held, and a sum of two products takes
+    the place of the first. Whether a product goes into a sum is known a few operators later; so the
+    live bytes of the last few operators are kept apart (`_recent`), and the product is subtracted
+    there before they enter the maximum.
     """
 
     def __init__(self, known: Iterable[Tensor] = (), *, joins: bool = False) -> None:

@@ -24,11 +24,10 @@ from torch import Tensor
 from .. import sweeps
 from ..dtypes import accumulation, lifted
 from ..errors import MemoryWarning
-from ..penalties.jacobian import SpectralNorm, slot
-from ..plan.steps import Plan, make_plan
+from ..penalties import SpectralNorm, slot
+from ..plan import Plan, make_plan
 from ..rules import add
-from ..run.bridge import First, Program
-from ..run.flattening import FlattenedProgram, Replay
+from ..run import First, FlattenedProgram, Program, Replay
 from ..spaces import dual_square
 from .segments import Sources, finished, zero
 from .strategies import Candidate

@@ -26,8 +26,8 @@ from torch import Tensor
 from .. import sweeps
 from ..counting import counted
 from ..graph import Graph
-from ..penalties.jacobian import unit_vectors
-from ..plan.steps import Plan, Step, make_plan
+from ..penalties import unit_vectors
+from ..plan import Plan, Step, make_plan
 from ..rules import add
 from ..spaces import Euclidean, dual_square
 

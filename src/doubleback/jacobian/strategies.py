@@ -21,10 +21,9 @@ import torch
 from torch import Tensor
 
 from .. import sweeps
-from ..penalties.jacobian import Jacobian
-from ..plan.steps import Plan, make_plan
-from ..rules import add
-from ..rules.softmax import softmax_curvature, softmax_derivative
+from ..penalties import Jacobian
+from ..plan import Plan, make_plan
+from ..rules import add, softmax_curvature, softmax_derivative
 from ..spaces import Euclidean, per_example
 from .segments import Segment, Sources, first_dense, make_segment, width
 

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import _torch
+
 try:
     triton: Any = importlib.import_module("triton")
     tl: Any = importlib.import_module("triton.language")
@@ -121,4 +123,4 @@ class Launch:
 
 
 def _current_device() -> int:
-    return torch._C._cuda_getDevice() if torch.cuda.is_initialized() else -1  # type: ignore[attr-defined]
+    return _torch.cuda_get_device() if torch.cuda.is_initialized() else -1

@@ -13,8 +13,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_functorch_wrapped_tensor
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+from .._torch import (
+    TorchDispatchModeKey,
+    dispatch_tls_is_dispatch_key_included,
+    get_dispatch_mode,
+    get_proxy_mode,
+    is_functorch_wrapped_tensor,
+    len_torch_dispatch_stack,
+    parse_dispatch_key,
+)
 
 _fusing = False
 
@@ -30,23 +38,42 @@ def for_compiler() -> Iterator[None]:
         _fusing = before
 
 
+def compiling() -> bool:
+    """Whether torch.compile reads this very code."""
+    return torch.compiler.is_compiling()
+
+
 def fusing() -> bool:
     """Whether the sweeps are being flattened for a compiler."""
-    return _fusing or torch.compiler.is_compiling()
+    return _fusing or compiling()
 
 
 def recording() -> bool:
     """Whether the sweeps are being flattened, or run on fake tensors to be priced."""
-    fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)  # type: ignore[attr-defined]
+    fake = get_dispatch_mode(TorchDispatchModeKey.FAKE)
     return fake is not None or get_proxy_mode() is not None
+
+
+def traced() -> bool:
+    """Whether what is computed now is recorded, or has no numbers: there is nothing to read."""
+    return compiling() or any(get_dispatch_mode(key) is not None for key in _TRACERS)
+
+
+_TRACERS = (
+    TorchDispatchModeKey.FAKE,
+    TorchDispatchModeKey.FUNCTIONAL,
+    TorchDispatchModeKey.PROXY,
+)
+
+
+def watched() -> bool:
+    """Whether torch.compile or a mode of any kind sees each operator that runs now."""
+    return compiling() or len_torch_dispatch_stack() > 0
 
 
 def eager(*tensors: Tensor | None) -> bool:
     """Whether these are plain tensors, computed with now and not recorded by a tracer."""
-    if torch.compiler.is_compiling():
-        return False
-    mode = torch._C._TorchDispatchModeKey
-    if any(torch._C._get_dispatch_mode(key) for key in (mode.FAKE, mode.FUNCTIONAL, mode.PROXY)):
+    if traced():
         return False
     plain = (Tensor, torch.nn.Parameter)
     wrapped = is_functorch_wrapped_tensor
@@ -55,13 +82,13 @@ def eager(*tensors: Tensor | None) -> bool:
     )
 
 
-_BATCHED: Any = torch._C._parse_dispatch_key("VmapMode")
+_BATCHED: Any = parse_dispatch_key("VmapMode")
 
 
 def batched() -> bool:
     """Whether a backward pass runs on many cotangents at once (`is_grads_batched`, `vectorize`):
     PyTorch's older vmap, which no interpreter of torch.func knows of."""
-    return torch._C._dispatch_tls_is_dispatch_key_included(_BATCHED)
+    return dispatch_tls_is_dispatch_key_included(_BATCHED)
 
 
 library = torch.library.Library("doubleback", "FRAGMENT")
@@ -78,7 +105,7 @@ def opaque(schema: str, launch, fake) -> None:
     op = getattr(torch.ops.doubleback, name).default
 
     def call(*args: Any) -> Any:
-        return op(*args) if torch._C._len_torch_dispatch_stack() else launch(*args)
+        return op(*args) if len_torch_dispatch_stack() else launch(*args)
 
     direct[op] = call
 

@@ -7,22 +7,11 @@ times as many channels that the image has when its s×s blocks become channels:
 
 For K = s (patches) that is a dense layer on the blocks. It pays where x has few channels, of which
 cuDNN's kernels read eight at a time: the first layer of most image networks, whose input gradient
-no ordinary training ever asks for. On an H200, in microseconds, cuDNN (channels-last) / here, as
-benchmarks/convolutions.py measures it:
-
-| bfloat16, batch 128 or 64, 224²  | K         | Kᵀ         | K□        |
-| -------------------------------- | --------- | ---------- | --------- |
-| 7×7, stride 2, 3 → 64 channels   | 897 / 553 | 1608 / 643 | 582 / 460 |
-| 11×11, stride 4, 3 → 64          | 574 / 212 | 280 / 189  | 366 / 224 |
-| 3×3, stride 2, 3 → 32            | 246 / 336 | 467 / 284  | 272 / 338 |
-| 16×16 patches, 3 → 384           | 298 / 51  | 87 / 49    | 168 / 52  |
-| 4×4 patches, 3 → 96              | 133 / 50  | 110 / 52   | 119 / 61  |
-| 2×2 patches, 96 → 192, 56²       | 65 / 77   | 49 / 81    | 42 / 86   |
+no ordinary training ever asks for. `pays` says where; benchmarks/convolutions.py measures it.
 
 Blocks are laid out (rows, columns, channels), as the filters of a channels-last network are. In 16
 bits, of which kernels read eight at a time, a colour image gets a fourth channel of zeros where its
-blocks of 2×2 would have twelve: the convolutions alone of a 7×7 layer (K, Kᵀ, K□) take 332, 452
-and 240 µs with sixteen channels, 431, 524 and 317 with twelve.
+blocks of 2×2 would have twelve, which is no multiple of eight.
 """
 
 from __future__ import annotations

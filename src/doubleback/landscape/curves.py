@@ -18,10 +18,15 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
-from ..penalties.jacobian import Jacobian, SpectralNorm
-from ..penalties.kinds import LossGradient, OutputGradient, Penalty
-from ..penalties.losses import SquaredError
-from ..penalties.norms import SquaredNorm
+from ..penalties import (
+    Jacobian,
+    LossGradient,
+    OutputGradient,
+    Penalty,
+    SpectralNorm,
+    SquaredError,
+    SquaredNorm,
+)
 from .jets import Jets
 from .paths import Path, moving_leaves
 from .roots import horner

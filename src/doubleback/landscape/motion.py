@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..errors import NotPiecewiseLinearError
 from ..graph import Node, Ref
-from ..operators.multilinear import is_plain
+from ..operators import is_plain
 from ..rules import Call, Rule, Structure
 from .network import Network
 

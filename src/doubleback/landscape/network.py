@@ -15,9 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils import _pytree as pytree
 
+from .._torch import BatchNorm, pytree
 from ..capture import find_graph
 from ..errors import InputError, OutputChoiceError
 from ..graph import Graph, Meta, Node, Ref, draws, map_refs
@@ -179,7 +178,7 @@ def _needed(graph: Graph, target: int) -> tuple[Node, ...]:
 
 def _refuse_coupled_layers(net: nn.Module) -> None:
     for name, module in net.named_modules():
-        if not isinstance(module, _BatchNorm):
+        if not isinstance(module, BatchNorm):
             continue
         if module.running_mean is None:
             remedy = "build it with track_running_stats=True, train, and call net.eval()"

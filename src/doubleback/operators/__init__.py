@@ -7,8 +7,14 @@ transpose of K□ in x is Kᵀ (adjoint commutativity). The engine's rules call 
 """
 
 from .base import Between, Composition, Operator, Sum, placeholder
+from .layers import LocallyConnected1d, LocallyConnected2d
 from .linear import AveragePool, InvertibleDownsampling, InvertibleUpsampling
 from .multilinear import Multilinear
+
+# for the rules, not for users
+from .multilinear import einsum_adjoint as einsum_adjoint
+from .multilinear import einsum_parts as einsum_parts
+from .multilinear import is_plain as is_plain
 from .products import Convolution, Dense, LocallyConnected
 
 __all__ = [
@@ -20,6 +26,8 @@ __all__ = [
     "InvertibleDownsampling",
     "InvertibleUpsampling",
     "LocallyConnected",
+    "LocallyConnected1d",
+    "LocallyConnected2d",
     "Multilinear",
     "Operator",
     "Sum",

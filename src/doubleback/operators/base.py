@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
+from .._torch import pytree
 from ..counting import recording
 from ..errors import InputError
 from ..spaces import Euclidean, Product, Space

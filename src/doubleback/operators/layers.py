@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import InputError
-from . import LocallyConnected
+from .products import LocallyConnected
 
 Sizes = int | tuple[int, ...]
 

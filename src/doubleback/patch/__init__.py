@@ -14,7 +14,9 @@ from collections.abc import Iterable
 from contextlib import AbstractContextManager
 
 from . import activation, attention, convolution, missing, normalisation, recurrent
-from .mechanism import Patcher, PatchReport
+from .mechanism import Patcher, PatchReport, supported
+
+__all__ = ["PatchReport", "patch", "patch_report", "patched", "supported", "unpatch"]
 
 _patcher = Patcher(
     [

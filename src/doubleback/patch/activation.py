@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.pointwise import curvature
-from .node import Call, Formula, Grads, plain
+from .node import Applied, Formula, Grads, plain
 
 aten = torch.ops.aten
 Arguments = dict[str, Any]
@@ -21,7 +21,7 @@ def _accepts(a: Arguments) -> bool:
     return plain(*(t for t in a.values() if isinstance(t, Tensor)))
 
 
-def _gelu(call: Call, cotangents: Grads) -> dict[str, Any]:
+def _gelu(call: Applied, cotangents: Grads) -> dict[str, Any]:
     (u,), form = cotangents, call["approximate"]
     assert u is not None  # the only result
     xi, z, found = call["grad_output"], call["self"], {}
@@ -32,7 +32,7 @@ def _gelu(call: Call, cotangents: Grads) -> dict[str, Any]:
     return found
 
 
-def _silu_backward(call: Call, cotangents: Grads) -> dict[str, Any]:
+def _silu_backward(call: Applied, cotangents: Grads) -> dict[str, Any]:
     (u,), found = cotangents, {}
     assert u is not None  # the only result
     xi, z = call["grad_output"], call["self"]
@@ -50,7 +50,7 @@ def _silu_steps(a: Arguments) -> Tensor:
     return a["grad_output"] * (s * (1 + z * (1 - s)))
 
 
-def _silu(call: Call, cotangents: Grads) -> dict[str, Any]:
+def _silu(call: Applied, cotangents: Grads) -> dict[str, Any]:
     return {"self": aten.silu_backward(cotangents[0], call["self"])}
 
 

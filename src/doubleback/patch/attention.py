@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..dtypes import accumulation
 from ..kernels.attention import CUDNN, EFFICIENT, FLASH, Dropout, attention_second, recovered
-from .node import Call, Formula, Grads, again, plain, through
+from .node import Applied, Formula, Grads, again, plain, through
 
 aten = torch.ops.aten
 
@@ -41,7 +41,7 @@ def _dropout(backend: int, a: dict[str, Any]) -> Dropout | None:
     return recovered(backend, a["dropout_p"], a["query"], a["key"], a["value"], *state)
 
 
-def _second(backend: int, call: Call, cotangents: Grads) -> dict[str, Any]:
+def _second(backend: int, call: Applied, cotangents: Grads) -> dict[str, Any]:
     a = call.arguments
     xi_name, names = _cotangent_name(a), ("query", "key", "value")
     bias = "attn_bias" in call.needed and call.needs("attn_bias")

@@ -19,18 +19,18 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import _C, Tensor
-from torch._C._functorch import peek_interpreter_stack  # pyright: ignore
+from torch import Tensor
 from torch.autograd import forward_ad
 
+from .._torch import peek_interpreter_stack
 from ..kernels import eager
 from ..operators import Convolution
-from .node import Call, Formula, Grads, derivative_kernel, plain
+from .node import Applied, Formula, Grads, derivative_kernel, plain
 
 aten = torch.ops.aten
 
 
-def _operator(call: Call) -> Convolution:
+def _operator(call: Applied) -> Convolution:
     return Convolution(
         tuple(call["stride"]),
         tuple(call["padding"]),
@@ -41,7 +41,7 @@ def _operator(call: Call) -> Convolution:
     )
 
 
-def _second(call: Call, cotangents: Grads) -> dict[str, Any]:
+def _second(call: Applied, cotangents: Grads) -> dict[str, Any]:
     u, tau, beta = cotangents
     K, xi, x, weight = _operator(call), call["grad_output"], call["input"], call["weight"]
     found: dict[str, Any] = {}
@@ -110,7 +110,7 @@ def _is_one_convolution(
 ) -> bool:
     """Whether dx is computed by the kernel of a convolution of ξ, here and now."""
     return (
-        _C.is_grad_enabled()
+        torch.is_grad_enabled()
         and _by_cudnn(xi, x, weight)
         and groups == 1
         and len(stride) == len(padding) == len(dilation) == xi.dim() - 2

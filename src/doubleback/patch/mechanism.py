@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad, graph
 
+from .._torch import OpOverload, dispatch_dump
 from ..errors import PatchError
 from .node import KEYS, Formula, derivative_kernel
 
@@ -214,7 +215,7 @@ class Patcher:
         return Entry(formula.operator, formula.family, state, reason)
 
 
-def forget(op: torch._ops.OpOverload | None) -> None:
+def forget(op: OpOverload | None) -> None:
     """The kernels that tracing looked up before: it would go on with them."""
     if op is not None:
         op._dispatch_cache.clear()
@@ -223,14 +224,17 @@ def forget(op: torch._ops.OpOverload | None) -> None:
 _LINE = re.compile(r"^(\w+)(?:\[alias\])?(?: \(inactive\))?: registered at (.*?:\d+) ")
 
 
-def foreign(op: torch._ops.OpOverload) -> str | None:
+_OURS = Patcher.register.__code__.co_filename.replace("\\", "/")  # as the dispatcher notes it
+
+
+def foreign(op: OpOverload) -> str | None:
     """Where another library registered an autograd kernel of this operator, None if none did."""
-    for line in torch._C._dispatch_dump(op._name).splitlines():
+    for line in dispatch_dump(op._name).splitlines():
         match = _LINE.match(line)
         if match is None or match[1] not in ("Autograd", *KEYS):
             continue
         place = match[2].replace("\\", "/")
-        ours = place.rpartition(":")[0].endswith("doubleback/patch/mechanism.py")
+        ours = place.rpartition(":")[0] == _OURS
         torch_s = re.search(r"(csrc/autograd|aten/src/ATen)/", place)
         if not ours and not torch_s:
             return "/".join(place.split("/")[-2:])

@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .node import Call, Formula, Grads, plain, through
+from .node import Applied, Formula, Grads, plain, through
 
 aten = torch.ops.aten
 Arguments = dict[str, Any]
 
 
 def _by_steps(operator: str, family: str, steps: Callable[[Arguments], Tensor]) -> Formula:
-    def second(call: Call, cotangents: Grads) -> dict[str, Any]:
+    def second(call: Applied, cotangents: Grads) -> dict[str, Any]:
         return through(steps, call, cotangents)
 
     def accepts(a: Arguments) -> bool:

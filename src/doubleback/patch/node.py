@@ -13,20 +13,25 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import _C, Tensor
-from torch._C._functorch import peek_interpreter_stack  # pyright: ignore
-from torch._functorch.utils import enable_single_level_autograd_function
+from torch import Tensor
 from torch.autograd import forward_ad
-from torch.autograd.function import _SingleLevelFunction
 
+from .._torch import (
+    AutoDispatchBelowAutograd,
+    OpOverload,
+    SingleLevelFunction,
+    after_autograd_keyset,
+    enable_single_level_autograd_function,
+    peek_interpreter_stack,
+)
 from ..kernels import batched
 
 KEYS = ("AutogradCPU", "AutogradCUDA")
 Grads = Sequence[Tensor | None]
-_AFTER = _C._after_autograd_keyset
+_AFTER = after_autograd_keyset
 
 
-class Call:
+class Applied:
     """The arguments of B by name, which of them need a cotangent, and B's results if kept."""
 
     __slots__ = ("arguments", "needed", "results")
@@ -70,7 +75,7 @@ class Formula:
     operator: str
     family: str
     why: str
-    second: Callable[[Call, Grads], dict[str, Any]] | None = None
+    second: Callable[[Applied, Grads], dict[str, Any]] | None = None
     accepts: Callable[[dict[str, Any]], bool] = lambda arguments: True
     composite: Callable[[dict[str, Any]], Any] | None = None
     keeps: tuple[int, ...] = ()
@@ -80,7 +85,7 @@ class Formula:
     keys: tuple[str, ...] = KEYS
     kernel: Callable[[Formula, Any], Callable] | None = None
 
-    def overload(self) -> torch._ops.OpOverload | None:
+    def overload(self) -> OpOverload | None:
         """The operator of this build of PyTorch, None where it has none."""
         name, _, variant = self.operator.partition(".")
         packet = getattr(torch.ops.aten, name, None)
@@ -116,14 +121,14 @@ def below(op: Any, keyset: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> 
     """The operator without this level of autograd; torch.func's levels below keep theirs."""
     keyset = keyset & _AFTER
     if peek_interpreter_stack() is None:
-        with _C._AutoDispatchBelowAutograd():
+        with AutoDispatchBelowAutograd():
             return op.redispatch(keyset, *args, **kwargs)
     forward_mode = forward_ad._set_fwd_grad_enabled(True)
-    with torch.enable_grad(), forward_mode, _C._AutoDispatchBelowAutograd():
+    with torch.enable_grad(), forward_mode, AutoDispatchBelowAutograd():
         return op.redispatch(keyset, *args, **kwargs)
 
 
-def through(composite: Callable, call: Call, cotangents: Grads) -> dict[str, Any]:
+def through(composite: Callable, call: Applied, cotangents: Grads) -> dict[str, Any]:
     """The second derivative by reverse mode over the operator in differentiable steps."""
     names = [name for name, needed in call.needed.items() if needed]
     present = [i for i, c in enumerate(cotangents) if c is not None]
@@ -137,7 +142,7 @@ def through(composite: Callable, call: Call, cotangents: Grads) -> dict[str, Any
     return dict(zip(names, pull(tuple(cotangents[i] for i in present)), strict=True))
 
 
-class Node(_SingleLevelFunction):
+class DerivativeNode(SingleLevelFunction):
     """B in the graph. One level of autograd: torch.func's transforms bring a level each."""
 
     @staticmethod
@@ -157,9 +162,9 @@ class Node(_SingleLevelFunction):
         grads: dict[str, Any] = {}
         if any(c is not None for c in cotangents):
             arguments = {**ctx.options, **dict(zip(names, saved, strict=False))}
-            call = Call(arguments, dict(zip(names, needs, strict=True)), saved[len(names) :])
+            call = Applied(arguments, dict(zip(names, needs, strict=True)), saved[len(names) :])
             if last():
-                with _C._AutoDispatchBelowAutograd():
+                with AutoDispatchBelowAutograd():
                     grads = site.formula.second(call, cotangents)
             else:
                 grads = site.formula.second(call, cotangents)
@@ -171,7 +176,7 @@ def last() -> bool:
     """Whether no derivative of any kind can be taken of what is computed now, and of one cotangent
     alone."""
     return (
-        not _C.is_grad_enabled()
+        not torch.is_grad_enabled()
         and forward_ad._current_level < 0
         and peek_interpreter_stack() is None
         and not batched()
@@ -179,7 +184,7 @@ def last() -> bool:
 
 
 @dataclass(frozen=True)
-class Site:
+class Placement:
     """A formula at its operator, whose arguments are told apart once."""
 
     formula: Formula
@@ -191,7 +196,7 @@ class Site:
     defaults: dict[str, Any]
 
     @classmethod
-    def of(cls, formula: Formula, op: Any) -> Site:
+    def of(cls, formula: Formula, op: Any) -> Placement:
         schema = op._schema.arguments
         tensors = tuple(a.name for a in schema if "Tensor" in str(a.type))
         return cls(
@@ -214,11 +219,11 @@ def derivative_kernel(formula: Formula, stock: Any) -> Callable:
 
     Every call of the operator comes here, so what most calls need is asked first.
     """
-    site, apply = Site.of(formula, formula.overload()), getattr(Node, "apply")  # noqa: B009
+    site, apply = Placement.of(formula, formula.overload()), getattr(DerivativeNode, "apply")  # noqa: B009
     call_stock, accepts, names = stock.call_boxed, formula.accepts, site.tensors
 
     def kernel(keyset, *args, **kwargs):
-        differentiable = _C.is_grad_enabled()
+        differentiable = torch.is_grad_enabled()
         if not differentiable and forward_ad._current_level < 0:
             return call_stock(keyset, *args, **kwargs)
         arguments = site.arguments(args, kwargs)

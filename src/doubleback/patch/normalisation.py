@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import peek_interpreter_stack  # pyright: ignore
 from torch.autograd import forward_ad
 
+from .._torch import peek_interpreter_stack
 from ..kernels.standardisation import (
     Groups,
     Point,
@@ -29,7 +29,7 @@ from ..kernels.standardisation import (
     standardise_second,
     statistics,
 )
-from .node import Call, Formula, Grads, again, below, is_dual, last, plain, through
+from .node import Applied, Formula, Grads, again, below, is_dual, last, plain, through
 
 aten = torch.ops.aten
 Arguments = dict[str, Any]
@@ -76,7 +76,7 @@ def _trains(a: Arguments) -> bool:
 # ----------------------------------------------------------------- statistics of the batch
 
 
-def _second(call: Call, cotangents: Grads) -> dict[str, Any]:
+def _second(call: Applied, cotangents: Grads) -> dict[str, Any]:
     a = call.arguments
     if not _trains(a):
         return _second_in_eval(call, cotangents)
@@ -125,7 +125,7 @@ def _backward_in_eval(a: Arguments) -> tuple[Tensor | None, ...]:
     )
 
 
-def _second_in_eval(call: Call, cotangents: Grads) -> dict[str, Any]:
+def _second_in_eval(call: Applied, cotangents: Grads) -> dict[str, Any]:
     """ξ̄ = wr⊙u + τ⊙(x − μ)r + β, x̄ = τr⊙ξ, w̄ = Σ ξ⊙ru"""
     a, (u, tau, beta) = call.arguments, cotangents
     name, x = _xi_name(a), a["input"]
@@ -186,7 +186,7 @@ _BACKWARDS = [
 # calls the backward operators above.
 
 
-def _group_norm(call: Call, cotangents: Grads) -> dict[str, Any]:
+def _group_norm(call: Applied, cotangents: Grads) -> dict[str, Any]:
     xi, *of_statistics = cotangents
     if xi is None or any(c is not None for c in of_statistics):
         call.arguments["bias"] = call["input"].new_zeros(call["C"])
@@ -201,7 +201,7 @@ def _group_norm(call: Call, cotangents: Grads) -> dict[str, Any]:
     return dict(zip(names, grads, strict=True))
 
 
-def _rms_norm(call: Call, cotangents: Grads) -> dict[str, Any]:
+def _rms_norm(call: Applied, cotangents: Grads) -> dict[str, Any]:
     xi, of_rstd = cotangents
     if xi is None or of_rstd is not None:
         return through(_normalised, call, cotangents)

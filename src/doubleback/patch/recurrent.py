@@ -10,11 +10,17 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import _C, _VF, Tensor
-from torch._C._functorch import peek_interpreter_stack  # pyright: ignore
-from torch.autograd.function import _SingleLevelFunction
+from torch import Tensor
 
-from .node import Call, Formula, Site, below, plain, through
+from .._torch import (
+    VF,
+    SingleLevelFunction,
+    any_requires_grad,
+    get_cudnn_enabled,
+    peek_interpreter_stack,
+    set_cudnn_enabled,
+)
+from .node import Applied, Formula, Placement, below, plain, through
 
 Arguments = dict[str, Any]
 _CELLS = ("rnn_relu", "rnn_tanh", "lstm", "gru")  # by cuDNN's number of the mode
@@ -24,12 +30,12 @@ _NAMES = ("input", "hx", "cx", "grad_output", "grad_hy", "grad_cy")
 
 @contextmanager
 def _without_cudnn() -> Iterator[None]:
-    before = _C._get_cudnn_enabled()
-    _C._set_cudnn_enabled(False)
+    before = get_cudnn_enabled()
+    set_cudnn_enabled(False)
     try:
         yield
     finally:
-        _C._set_cudnn_enabled(before)
+        set_cudnn_enabled(before)
 
 
 def _weights(a: Arguments) -> list[Tensor]:
@@ -42,7 +48,7 @@ def _run(a: Arguments, x: Tensor, hx: Tensor, cx: Tensor | None, weights: Sequen
         return _run_packed(a, x, hx, cx, weights)
     state = (hx, cx) if a["mode"] == _LSTM else hx
     options = (a["weight_stride0"] >= 4, a["num_layers"], 0.0, a["train"], a["bidirectional"])
-    cell: Callable = getattr(_VF, _CELLS[a["mode"]])
+    cell: Callable = getattr(VF, _CELLS[a["mode"]])
     with _without_cudnn():
         return cell(x, state, list(weights), *options, a["batch_first"])
 
@@ -77,14 +83,14 @@ def _along(cell: Callable, steps: Sequence[Tensor], state: tuple[Tensor, ...], w
 
 
 def _cell(mode: int) -> Callable:
-    cell: Callable = getattr(_VF, f"{_CELLS[mode]}_cell")
+    cell: Callable = getattr(VF, f"{_CELLS[mode]}_cell")
     return lambda x, state, *weights: (cell(x, *state, *weights),)
 
 
 def _lstm_cell(x: Tensor, state: tuple[Tensor, Tensor], w_ih: Tensor, w_hh: Tensor, *rest: Tensor):
     """(h, c); `rest` is the biases, if any, and the projection of h, if any."""
     if len(rest) % 2 == 0:
-        return _VF.lstm_cell(x, state, w_ih, w_hh, *rest)
+        return VF.lstm_cell(x, state, w_ih, w_hh, *rest)
     *biases, projection = rest
     b_ih, b_hh = biases or (None, None)
     h, c = state
@@ -111,7 +117,7 @@ def _composite(a: Arguments) -> tuple[Tensor | None, ...]:
     return tuple(g if w else None for g, w in zip((dx, dh, dc, *parameters), wanted, strict=True))
 
 
-class _Backward(_SingleLevelFunction):
+class _Backward(SingleLevelFunction):
     """`_cudnn_rnn_backward` with its lists spread out."""
 
     @staticmethod
@@ -129,15 +135,15 @@ class _Backward(_SingleLevelFunction):
         arguments = ctx.options | dict(zip(ctx.names, ctx.saved_tensors, strict=True))
         found: dict[str, Any] = {}
         if any(c is not None for c in cotangents):
-            found = through(_composite, Call(arguments, needed), cotangents)
+            found = through(_composite, Applied(arguments, needed), cotangents)
         return (None, None, None, None, None, *(found.get(name) for name in ctx.names))
 
 
 def kernel(formula: Formula, stock: Any) -> Callable:
-    site, apply = Site.of(formula, formula.overload()), getattr(_Backward, "apply")  # noqa: B009
+    site, apply = Placement.of(formula, formula.overload()), getattr(_Backward, "apply")  # noqa: B009
 
     def run(keyset, *args, **kwargs):
-        if _C.is_grad_enabled() and _C._any_requires_grad(*args, **kwargs):
+        if torch.is_grad_enabled() and any_requires_grad(*args, **kwargs):
             a = site.arguments(args, kwargs)
             if _accepts(a):
                 tensors = [a[name] for name in _NAMES]

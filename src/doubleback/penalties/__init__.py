@@ -1,0 +1,31 @@
+"""Penalties R = p(J*v): choices of v and p, norms and losses, and the same by plain autograd."""
+
+from .fallback import accumulate_on_autograd, on_autograd
+from .losses import BinaryCrossEntropy, CrossEntropy, Loss, SquaredError, make_loss
+from .many_seeds import MANY_SEEDS, Jacobian, SpectralNorm, slot, unit_vectors
+from .norms import Deviation, Norm, SquaredNorm
+from .one_seed import BilinearForm, Custom, GradientMatch, LossGradient, OutputGradient, Penalty
+
+__all__ = [
+    "MANY_SEEDS",
+    "BilinearForm",
+    "BinaryCrossEntropy",
+    "CrossEntropy",
+    "Custom",
+    "Deviation",
+    "GradientMatch",
+    "Jacobian",
+    "Loss",
+    "LossGradient",
+    "Norm",
+    "OutputGradient",
+    "Penalty",
+    "SpectralNorm",
+    "SquaredError",
+    "SquaredNorm",
+    "accumulate_on_autograd",
+    "make_loss",
+    "on_autograd",
+    "slot",
+    "unit_vectors",
+]

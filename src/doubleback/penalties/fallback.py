@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
+from .._torch import pytree
 from ..capture import Arguments, choose_output
 from ..errors import refuse_unused
-from ..patch.mechanism import supported
-from ..run.distributed import average, refuse_inside_forward, several
-from .jacobian import SpectralNorm
+from ..patch import supported
+from ..run import average, refuse_inside_forward, several
+from .many_seeds import SpectralNorm
 from .oracle import autograd_penalty
 
 if TYPE_CHECKING:
@@ -63,7 +63,8 @@ def accumulate_on_autograd(
         out = choose_output(result, model.output)
         value = torch.zeros((), device=out.device)
         if loss is not None:
-            loss.check(out.shape, target)
+            if not model.penalty.shares(loss):  # whose labels were checked with the penalty's
+                loss.check(out.shape, target)
             value = loss.values(out, target).mean()
         (value + weight * penalty.sum()).backward()
     if several():

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..dtypes import lifted
 from ..errors import InputError, LabelError
-from ..run.callers import refuse_others
+from ..run import refuse_others
 from ..spaces import Space, per_example
 from .fingerprint import fingerprint
 

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils import _pytree as pytree
 
+from .._torch import pytree
 from ..patch import patched
-from .kinds import Penalty
+from .one_seed import Penalty
 
 
 def autograd_penalty(

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
+from .._torch import disable_current_modes
 from ..graph import Graph, Meta, Node, Ref, map_refs
 
 # of PyTorch itself: tagged, or not to be run by one process alone
@@ -47,7 +47,7 @@ def _moves_a_generator(graph: Graph, node: Node) -> bool:
 
     devices = {m.device for v in node.inputs if (m := graph.values[v]) is not None}
     cuda = [d for d in devices if d.type == "cuda"]
-    with _disable_current_modes(), torch.no_grad(), torch.random.fork_rng(cuda):
+    with disable_current_modes(), torch.no_grad(), torch.random.fork_rng(cuda):
         args, kwargs = map_refs((node.args, dict(node.kwargs)), made_up)
         before = _states(cuda)
         try:

@@ -23,8 +23,7 @@ import torch
 
 from ..errors import RuleError
 from ..graph import Graph, Node, draws
-from ..rules import GENERIC, Rule, Structure, find_rule
-from ..rules.bilinear import convolution_of
+from ..rules import GENERIC, Rule, Structure, convolution_of, find_rule
 from .draws import draws_untold
 from .renewal import Renewal, find_renewals
 
@@ -280,8 +279,10 @@ def _step(node, rule, active, trained, reaching, moving) -> Step:
 def _formed(
     steps: Sequence[Step], step_by: Callable[[Node, Rule], Step], free: Callable[[int], bool]
 ) -> Iterator[Step]:
-    """The steps, each by that form of its rule which reads what is kept anyway: for another step,
-    or because it is `free`."""
+    """The steps, each with the first form of its rule that costs no memory of its own. Rules of
+    some operators can be written from the operator's input or from its output; a form is taken
+    whose values stay in memory anyway, since another step reads them or since they are `free` (an
+    input or an output of the network). Without one, the rule stays as it is."""
     readers = Counter(v for step in steps for v in _read_values(step))
     for step in steps:
         own = _read_values(step)

@@ -15,7 +15,10 @@ from . import (
     shape,
     softmax,
 )
+from .bilinear import convolution_of
+from .seeded import LOOP, seeded_backward, seeded_both
 from .shape import stop_gradient
+from .softmax import softmax_curvature, softmax_derivative
 from .structures import bilinear as bilinear_rule
 from .structures import coordinatewise, generic, linear
 from .table import (
@@ -49,6 +52,7 @@ def find_rule(op: Any) -> Rule:
 
 __all__ = [
     "GENERIC",
+    "LOOP",
     "Call",
     "Rule",
     "Structure",
@@ -56,12 +60,17 @@ __all__ = [
     "aligned",
     "alone",
     "bilinear_rule",
+    "convolution_of",
     "coordinatewise",
     "find_rule",
     "generic",
     "linear",
     "register",
     "registered",
+    "seeded_backward",
+    "seeded_both",
+    "softmax_curvature",
+    "softmax_derivative",
     "stop_gradient",
     "sum_to",
     "unregister",

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from ..graph import Node, Ref
 from ..kernels import local_product, times
-from ..operators import Convolution, Dense, LocallyConnected
-from ..operators.multilinear import einsum_adjoint, einsum_parts, is_plain
+from ..operators import Convolution, Dense, LocallyConnected, einsum_adjoint, einsum_parts, is_plain
 from .seeded import fold
 from .structures import bilinear, broadcast_adjoint
 from .table import Call, Rule, Tensors, aligned, overload, sum_to

@@ -24,9 +24,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import _functorch  # type: ignore[attr-defined]
-from torch.utils import _pytree as pytree
 
+from .._torch import is_vmap_fallback_enabled, pytree, set_vmap_fallback_enabled
 from ..counting import folded
 from ..dtypes import accumulation
 from .table import Call, PerExample, Rule, Tensors, add, alone
@@ -48,12 +47,12 @@ class Seeded:
     per_example: PerExample | None = None
 
 
-def backward(rule: Rule, call: Call, y: Any, wanted: Sequence[bool], seeds: int) -> Tensors:
+def seeded_backward(rule: Rule, call: Call, y: Any, wanted: Sequence[bool], seeds: int) -> Tensors:
     """ξ_u⟨i⟩ for every wanted input and every seed."""
     return (rule.seeded or LOOP).backward(rule, call, y, wanted, seeds)
 
 
-def both(
+def seeded_both(
     rule: Rule, call: Call, xi: Any, q: Tensors, wanted: Sequence[bool], need: bool, seeds: int
 ) -> tuple[Any, Tensors]:
     """q_y⟨i⟩ for every seed (where `need`ed), and the sources summed over them."""
@@ -123,12 +122,12 @@ _UNMAPPED: set[Any] = set()  # operators whose rule vmap cannot run
 @contextmanager
 def _without_fallback() -> Iterator[None]:
     """vmap's own fall-back loops over seeds with a warning; ours does so without."""
-    allowed = _functorch._is_vmap_fallback_enabled()
-    _functorch._set_vmap_fallback_enabled(False)
+    allowed = is_vmap_fallback_enabled()
+    set_vmap_fallback_enabled(False)
     try:
         yield
     finally:
-        _functorch._set_vmap_fallback_enabled(allowed)
+        set_vmap_fallback_enabled(allowed)
 
 
 def _try(call: Call, fn: Callable[[], Any], otherwise: Callable[[], Any]) -> Any:

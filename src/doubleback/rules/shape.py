@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._torch import AutoDispatchBelowAutograd
 from ..operators import InvertibleDownsampling, InvertibleUpsampling
 from .structures import linear
 from .table import Call, Rule, Structure, Tensors, alone, light, overload, run, sum_to, tangent_of
@@ -21,7 +22,7 @@ stop_gradient = torch.ops.doubleback.stop_gradient.default
 
 
 def _stop_gradient_under_autograd(x: Tensor) -> Tensor:
-    with torch._C._AutoDispatchBelowAutograd():
+    with AutoDispatchBelowAutograd():
         return stop_gradient(x)
 
 

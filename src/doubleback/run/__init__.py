@@ -1,0 +1,39 @@
+"""Running a plan: the four sweeps with a penalty as one program, that program flattened into graphs
+(replayed, or compiled by Inductor, or captured as a CUDA graph), its place in autograd, and the
+delivery of its gradients."""
+
+from .bridge import Bridge, First, GradientProgram, Job, Program, deliver, no_autocast
+from .callers import CallersProgram, refuse_others
+from .cuda_graphs import GraphedStep
+from .distributed import average, refuse_inside_forward, several
+from .flattening import FlattenedProgram, Replay
+from .open_sizes import Family, OpenProgram
+from .state import kind, read_state, remember, run_prelude, scale, write_state
+from .straight_line import NEAR
+
+__all__ = [
+    "NEAR",
+    "Bridge",
+    "CallersProgram",
+    "Family",
+    "First",
+    "FlattenedProgram",
+    "GradientProgram",
+    "GraphedStep",
+    "Job",
+    "OpenProgram",
+    "Program",
+    "Replay",
+    "average",
+    "deliver",
+    "kind",
+    "no_autocast",
+    "read_state",
+    "refuse_inside_forward",
+    "refuse_others",
+    "remember",
+    "run_prelude",
+    "scale",
+    "several",
+    "write_state",
+]

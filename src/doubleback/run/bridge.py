@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.utils import _pytree as pytree
 
 from .. import sweeps
+from .._torch import foreach_add_, get_current_graph_task_keep_graph, pytree
 from ..errors import StaleGraphError, ThirdDerivativeError
 from ..graph import Node
 from ..kernels.depthwise import taps_first
-from ..plan.steps import Plan
+from ..plan import Plan
 from ..rules import add
 from .cuda_graphs import users
 from .distributed import average, refuse_inside_forward, several
@@ -242,7 +242,9 @@ class Job:
     mutations: dict[int, Tensor] = field(default_factory=dict)
 
     def leaves(self, tensors: Sequence[Tensor]) -> dict[int, Tensor]:
-        plan = self.program.plan  # behind what it names come the penalty's own tensors
+        """The graph's values by number. The penalty's own tensors, which come last among those
+        given, are none of them."""
+        plan = self.program.plan
         named = dict(zip((*plan.penalised, *plan.effective), tensors, strict=False))
         return {**named, **self.constants}
 
@@ -335,7 +337,7 @@ def deliver(pairs: Sequence[tuple[Tensor, Tensor]], lent: bool = False) -> None:
     with torch.no_grad():
         old = [(t.grad, g) for t, g in plain if t.grad is not None]
         if old:
-            torch._foreach_add_([a for a, _ in old], [g for _, g in old])  # type: ignore[attr-defined]
+            foreach_add_([a for a, _ in old], [g for _, g in old])
         for t, g in plain:
             if t.grad is None:
                 t.grad = g
@@ -372,7 +374,7 @@ def _alone(t: Tensor) -> bool:
 
 def _keeps_graph() -> bool:
     """Whether the running backward was called with retain_graph=True."""
-    return torch._C._autograd._get_current_graph_task_keep_graph()  # type: ignore[attr-defined]
+    return get_current_graph_task_keep_graph()
 
 
 def no_autocast() -> AbstractContextManager:

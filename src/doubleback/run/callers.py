@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from .. import sweeps
+from .._torch import pytree
 from ..errors import InputError, StaleGraphError
 from .bridge import First, Program, join
 from .flattening import Replay

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
+from .._torch import pytree, storage_use_count
 from ..counting import Operations, recording, replayed
 from .state import copies
 
@@ -65,7 +65,7 @@ class Lent:
 
 def users(storage: int | None) -> int:
     """How many tensors and storage objects refer to a storage, given by its `_cdata`."""
-    return 0 if storage is None else torch._C._storage_Use_Count(storage)  # type: ignore[attr-defined]
+    return 0 if storage is None else storage_use_count(storage)
 
 
 class GraphedStep:

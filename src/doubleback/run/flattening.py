@@ -15,15 +15,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from .. import sweeps
+from .._torch import make_fx
 from ..counting import Operations, recording, replayed
 from ..errors import RuleError
 from ..kernels import for_compiler
-from ..plan.steps import Plan
-from . import inductor, nested
-from . import straight_line as flat_graph
+from ..plan import Plan
+from . import inductor, nested, straight_line
 from .bridge import First, Program
 from .state import kind, remember
 
@@ -95,8 +94,8 @@ def flatten(
         # class weights and the like become constants of the graph, whose key knows them
         trace = make_fx(flat, tracing_mode="fake", _allow_non_fake_inputs=True)
         graph = trace(*tensors)
-    flat_graph.clean(graph, for_compiler=bool(compiler))
-    run = inductor.compiled(graph, compiler) if compiler else flat_graph.boxed(graph)
+    straight_line.clean(graph, for_compiler=bool(compiler))
+    run = inductor.compiled(graph, compiler) if compiler else straight_line.boxed(graph)
     return Flat(run, found["spec"], found["leaves"], operations)
 
 

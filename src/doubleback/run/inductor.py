@@ -18,11 +18,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._guards import TracingContext, tracing
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Node
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from .. import _torch
+from .._torch import FakeTensorMode, OpOverload, TracingContext, tracing
 from ..kernels import BOUNDARY, opaque
 
 aten = torch.ops.aten
@@ -51,7 +50,7 @@ def hold(module: torch.fx.GraphModule) -> None:
         if node.op != "call_function" or not isinstance(value, Tensor) or _is_view(node):
             continue
         if not value.is_floating_point() and value.dtype is not torch.bool:
-            continue  # places: Inductor has shorter ones
+            continue  # integers are positions, which Inductor itself holds in fewer bytes
         if any(number[reader] > own or reader.target in _PICKS for reader in _readers(node)):
             _mark(graph, node)
     module.recompile()
@@ -79,9 +78,10 @@ def _mark(graph: torch.fx.Graph, node: Node) -> None:
 def _is_view(node: Node) -> bool:
     if node.target is operator.getitem:
         return _is_view(node.args[0])  # type: ignore[arg-type]
-    if not isinstance(node.target, torch._ops.OpOverload):
+    if not isinstance(node.target, OpOverload):
         return False
-    results = [result.alias_info for result in node.target._schema.returns]
+    op: Any = node.target
+    results = [result.alias_info for result in op._schema.returns]
     return any(alias is not None and not alias.is_write for alias in results)
 
 
@@ -118,55 +118,44 @@ def _by_inductor(graph: torch.fx.GraphModule, tensors: list[Tensor]) -> Callable
     """Inductor on tensors without numbers, in the context in which Dynamo would call it: without
     a shape environment nothing would be found in, or put into, its caches on disk. The result
     takes a list and empties it, as graphs in a `GmWrapper` do: nobody else holds the inputs."""
-    from torch._dynamo.utils import GmWrapper
-    from torch._inductor.compile_fx import compile_fx  # imports much that nobody else needs
-
-    fakes = FakeTensorMode(shape_env=ShapeEnv())
+    fakes = FakeTensorMode(shape_env=_torch.ShapeEnv())
     given = [fakes.from_tensor(t, static_shapes=True) for t in tensors]
     with tracing(TracingContext(fakes)), heuristics():
-        return compile_fx(GmWrapper(graph, list), given)  # type: ignore[return-value, arg-type]
+        return _torch.compile_fx(_torch.GmWrapper(graph, list), given)
 
 
 def compiled_open(
     graph: torch.fx.GraphModule, fakes: FakeTensorMode, given: Sequence[Any]
 ) -> Callable:
     """The graph, traced with open sizes on these stand-ins, by Inductor."""
-    from torch._dynamo.utils import GmWrapper
-    from torch._inductor.compile_fx import compile_fx
-
     hold(graph)
     with tracing(TracingContext(fakes)), heuristics():
-        return compile_fx(GmWrapper(graph, list), list(given))  # type: ignore[return-value, arg-type]
+        return _torch.compile_fx(_torch.GmWrapper(graph, list), list(given))
 
 
 @contextmanager
 def heuristics() -> Iterator[None]:
     """A context in which Inductor knows the mark, leaves things in their order, and fuses only
     what stands close together."""
-    from torch._inductor import config
-    from torch._inductor.virtualized import V
-
-    with V.set_choices_handler(_choices()), config.patch(reorder_for_locality=False):
+    in_order = _torch.inductor_config.patch(reorder_for_locality=False)
+    with _torch.V.set_choices_handler(_choices()), in_order:
         yield
 
 
 @cache
 def _choices() -> Any:
-    from torch._inductor import ir
-    from torch._inductor.choices import InductorChoices
-    from torch._inductor.lowering import register_lowering
-    from torch._inductor.virtualized import V
+    ir = _torch.inductor_ir
 
-    @register_lowering(HELD, type_promotion_kind=None)
+    @_torch.register_lowering(HELD, type_promotion_kind=None)
     def held(t):
         t.realize()
         layout = t.maybe_get_layout()
         if isinstance(layout, ir.FlexibleLayout):
-            order = ir.get_stride_order(V.graph.current_node.meta["val"].stride())
+            order = ir.get_stride_order(_torch.V.graph.current_node.meta["val"].stride())
             t = ir.ExternKernel.require_stride_order(t, order)
         return t
 
-    class Choices(InductorChoices):
+    class Choices(_torch.InductorChoices):
         @staticmethod
         def can_fuse_vertical(scheduler, node1, node2, shared_data_score):
             return not scheduler.are_long_distant_nodes(node1, node2)

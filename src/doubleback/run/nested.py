@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from torch.utils import _pytree as pytree
+from .._torch import pytree
 
 Structure = tuple[type, Any, tuple["Structure", ...]] | None  # None: a leaf
 

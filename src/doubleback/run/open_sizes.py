@@ -15,16 +15,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._dynamo.source import ConstantSource
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
-from .. import sweeps
+from .. import _torch, sweeps
+from .._torch import FakeTensorMode, make_fx
 from ..counting import recording
 from ..graph import Graph, Node, compile_sizes
 from ..kernels import for_compiler
-from ..plan.steps import Plan
+from ..plan import Plan
 from . import inductor, nested, straight_line
 from .bridge import First
 from .flattening import Flat, Input, Pack, fresh, split
@@ -97,15 +94,15 @@ class Variant:
 
     def __init__(self, family: Family, numbers: Sequence[int]) -> None:
         self.family = family
-        self.env = ShapeEnv()
+        self.env = _torch.ShapeEnv()
         self.fakes = FakeTensorMode(shape_env=self.env, allow_non_fake_inputs=True)
         self.numbers = [self._symbol(n, i) for i, n in enumerate(numbers)]
         self.flats: dict[Any, OpenFlat] = {}
         self._guards: tuple[int, Callable] = (-1, lambda *_: ())
 
     def _symbol(self, number: int, i: int) -> Any:
-        source = ConstantSource(f"size_{i}")
-        symbol = self.env.create_symbol(number, source, DimDynamic.DYNAMIC)
+        source = _torch.ConstantSource(f"size_{i}")
+        symbol = self.env.create_symbol(number, source, _torch.DimDynamic.DYNAMIC)
         return self.env.create_symintnode(symbol, hint=number, source=source)
 
     def fits(self, numbers: Sequence[int]) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._torch import foreach_copy_, foreach_mul
 from ..dtypes import accumulation
 from ..graph import Graph, Node, map_refs
 
@@ -69,12 +70,12 @@ def copy_all(into: Iterable[Tensor], tensors: Iterable[Tensor]) -> None:
         olds.append(old)
         news.append(new)
     for olds, news in alike.values():
-        torch._foreach_copy_(olds, news)  # type: ignore[attr-defined]
+        foreach_copy_(olds, news)
 
 
 def copies(tensors: list[Tensor]) -> Sequence[Tensor]:
     """A copy of each, in a few kernels for all of them."""
-    return torch._foreach_mul(tensors, 1.0) if tensors else ()  # type: ignore[attr-defined]
+    return foreach_mul(tensors, 1.0) if tensors else ()
 
 
 def run_prelude(nodes: Sequence[Node], state: Mapping[int, Tensor]) -> dict[int, Tensor]:

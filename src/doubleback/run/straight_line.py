@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._torch import OpOverload
 from ..kernels import direct, library
 
 aten = torch.ops.aten
@@ -159,7 +160,7 @@ def _direct(graph: torch.fx.Graph) -> None:
     that through `torch.ops`."""
     for node in list(graph.nodes):
         gone = node._erased
-        if gone or node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        if gone or node.op != "call_function" or not isinstance(node.target, OpOverload):
             continue
         name = node.target._schema.name.removeprefix("aten::")
         if node.target in _METHODS:

@@ -7,6 +7,7 @@ A penalty measures the derivative J*v, a Euclidean gradient g, in the space X of
 from .base import Euclidean, Product, Space, Weighted, dual_square, per_example, safe_sqrt
 from .grids import Grid
 from .lp import Lp
+from .parameters import parameter_spaces
 from .sobolev import Sobolev
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "Space",
     "Weighted",
     "dual_square",
+    "parameter_spaces",
     "per_example",
     "safe_sqrt",
 ]

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..errors import InputError
-from . import Space
+from .base import Space
 
 
 def parameter_spaces(optimizer: Optimizer, spaces: Mapping[Tensor, Space]) -> Optimizer:

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
+from .._torch import disable_current_modes
 from ..dtypes import accumulation, lifted
 from ..errors import InputError
-from ..kernels import library, recording
+from ..kernels import compiling, library, recording
 from .base import Space
 from .grids import check_axes, check_trailing, spacings
 
@@ -80,9 +80,9 @@ class Sobolev(Space):
         if 0 in u.shape:
             return u.clone()
         options = sign * self.order, steps, ",".join(self.boundary), math.prod(steps) ** sign
-        if not torch.compiler.is_compiling() and recording():
+        if not compiling() and recording():
             # made now: a tensor that the first replay makes could lie in a CUDA graph's memory
-            with _disable_current_modes():
+            with disable_current_modes():
                 _multiplier(
                     tuple(u.shape[-len(steps) :]), *options, accumulation(u.dtype), u.device
                 )

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._C._functorch import peek_interpreter_stack  # pyright: ignore
 
+from ..._torch import peek_interpreter_stack
 from ...dtypes import accumulation, is_half
 from ...errors import InputError
+from ..mode import watched
 from .stock import Maybe, Residual
 
 # Scores per block: a CPU block stays near the cache, a CUDA block fills the device, and a traced
@@ -224,7 +225,7 @@ def frame(q, k, v, mask, is_causal, scale, enable_gqa) -> Frame:
             f"{tuple(k.shape)}; pass enable_gqa=True and a number of heads that divides"
         )
     g = hq // h if hq > h > 0 else 1
-    traced = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+    traced = watched()
     transformed = peek_interpreter_stack() is not None
     wrapped = torch.is_grad_enabled() or transformed
     exact = accumulation(q.dtype)

@@ -450,7 +450,7 @@ def first(
     causal: bool, scale: float, want: Sequence[bool],
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """(dq, dk, dv), None where `want` says no; shapes as for `second`."""
-    call = torch.ops.doubleback.attention_first if _traced() else _launch_first
+    call = torch.ops.doubleback.attention_first if mode.watched() else _launch_first
     return _placed(want, call(xi, q, k, v, out, lse, mask, causal, scale, list(want)))
 
 
@@ -475,12 +475,8 @@ def second(
     (b or 1, Hq or 1, N or 1, M or 1). Under a dispatch mode (tracing, fake tensors) this is one
     node, ``doubleback::attention_second``.
     """
-    call = torch.ops.doubleback.attention_second if _traced() else _launch
+    call = torch.ops.doubleback.attention_second if mode.watched() else _launch
     return _placed(want, call(xi, tq, tk, tv, q, k, v, out, lse, mask, causal, scale, want))
-
-
-def _traced() -> bool:
-    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
 
 
 def _empty(want: Sequence[bool], *like: Tensor) -> list[Tensor]:
@@ -498,7 +494,7 @@ def _placed(
 def _launch(xi, tq, tk, tv, q, k, v, out, lse, mask, causal, scale, want) -> list[Tensor]:
     given = (xi, tq, tk, tv, q, k, v, out)
     key = (*map(look, given), look(lse), look(mask), causal, scale, *want, _precision(q.dtype))
-    plan = planned(_plans, key, lambda: _Plan.of(*given, lse, mask, causal, scale, want))
+    plan = planned(_plans, key, lambda: _AttentionPlan.of(*given, lse, mask, causal, scale, want))
     if plan.copies:
         xi, tq, tk, tv, q, k, v, out = (_rowwise(t) for t in given)
         lse = lse.contiguous()
@@ -514,7 +510,7 @@ def _launch(xi, tq, tk, tv, q, k, v, out, lse, mask, causal, scale, want) -> lis
     return results
 
 
-class _Plan(NamedTuple):
+class _AttentionPlan(NamedTuple):
     """The launches of calls that look alike; copies: whether a tensor is laid out anew first."""
 
     copies: bool
@@ -523,7 +519,7 @@ class _Plan(NamedTuple):
     columns: Launch | None
 
     @classmethod
-    def of(cls, xi, tq, tk, tv, q, k, v, out, lse, mask, causal, scale, want) -> "_Plan":
+    def of(cls, xi, tq, tk, tv, q, k, v, out, lse, mask, causal, scale, want) -> "_AttentionPlan":
         given = (xi, tq, tk, tv, q, k, v, out)
         xi, tq, tk, tv, q, k, v, out = laid = [_rowwise(t) for t in given]
         t_out, sq, sk, sv = _placed(want, _empty(want, out, q, k, v))
@@ -541,7 +537,7 @@ class _Plan(NamedTuple):
         return cls(_moved(given, laid, lse), (3, *q.shape[:3]), rows, columns)
 
     @classmethod
-    def of_first(cls, xi, q, k, v, out, lse, mask, causal, scale, want) -> "_Plan":
+    def of_first(cls, xi, q, k, v, out, lse, mask, causal, scale, want) -> "_AttentionPlan":
         given = (xi, q, k, v, out)
         xi, q, k, v, out = laid = [_rowwise(t) for t in given]
         dq, dk, dv = _placed(want, _empty(want, q, k, v))
@@ -589,15 +585,15 @@ class _Shapes:
         return Launch(kernel, grid, (*strides, *self.numbers), **self.constants, **tile, **walk)
 
 
-_plans: dict[Any, _Plan] = {}
-_first_plans: dict[Any, _Plan] = {}
+_plans: dict[Any, _AttentionPlan] = {}
+_first_plans: dict[Any, _AttentionPlan] = {}
 
 
 def _launch_first(xi, q, k, v, out, lse, mask, causal, scale, want) -> list[Tensor]:
     given = (xi, q, k, v, out)
     key = (*map(look, given), look(lse), look(mask), causal, scale, *want, _precision(q.dtype))
     plan = planned(
-        _first_plans, key, lambda: _Plan.of_first(*given, lse, mask, causal, scale, want)
+        _first_plans, key, lambda: _AttentionPlan.of_first(*given, lse, mask, causal, scale, want)
     )
     if plan.copies:
         xi, q, k, v, out = (_rowwise(t) for t in given)

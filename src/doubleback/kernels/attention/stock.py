@@ -16,11 +16,15 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from ..._torch import (
+    FakeTensorMode,
+    TorchDispatchMode,
+    disable_current_modes,
+)
 from ...errors import PatchError
+from ..mode import traced
 
 if TYPE_CHECKING:
     from .frame import Frame
@@ -72,7 +76,7 @@ def _choice(f: Frame, q: Tensor, k: Tensor, v: Tensor) -> int:
     if not f.traced:
         return aten._fused_sdp_choice(q, k, v, f.mask, **options)
     # On the tensors of a trace that function knows no device: watch the real choice on fake ones.
-    with _disable_current_modes(), FakeTensorMode(), torch.no_grad(), _Witness() as seen:
+    with disable_current_modes(), FakeTensorMode(), torch.no_grad(), _Witness() as seen:
         fakes: Any = [
             None if t is None else torch.empty_strided(t.shape, t.stride(), **like, dtype=t.dtype)
             for t in (q, k, v, f.mask)
@@ -243,13 +247,8 @@ def _decode(out: Tensor, m: int, p: float) -> Tensor:
 
 def _read(backend: int, seed: Tensor, offset: Tensor) -> tuple[int, int]:
     """The two numbers; flash attention keeps both in one tensor."""
-    keys = torch._C._TorchDispatchModeKey
-    traced = torch.compiler.is_compiling() or any(
-        torch._C._get_dispatch_mode(key) is not None
-        for key in (keys.PROXY, keys.FAKE, keys.FUNCTIONAL)
-    )
     captured = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-    if traced or captured:
+    if traced() or captured:
         raise PatchError(
             "second derivative of fused attention with dropout: its random state cannot be read "
             "while a graph is captured or traced; take it eagerly, set dropout_p=0, or run under "

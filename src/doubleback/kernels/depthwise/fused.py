@@ -1,25 +1,9 @@
 """Depthwise convolutions on CUDA, one filter per channel: K, Kᵀ and K□ in Triton, channels-last.
 
 They do little arithmetic per byte, and PyTorch's and cuDNN's kernels stay far from what memory
-allows. On an H200, in microseconds, PyTorch (channels-last) / here; the last column is the time in
-which memory could move both images once (benchmarks/convolutions.py measures such tables; the K□
-of 3×3 filters read x and y three times when this one was made, and reads them once now):
-
-| batch, channels, size, filter, stride | K         | Kᵀ        | K□         | memory |
-| ------------------------------------- | --------- | --------- | ---------- | ------ |
-| bfloat16, 64, 96, 56², 7×7            | 190 / 142 | 331 / 148 | 125 / 192  | 18     |
-| bfloat16, 64, 384, 14², 7×7           | 56 / 39   | 80 / 38   | 41 / 48    | 5      |
-| bfloat16, 64, 144, 56², 5×5, 2        | 76 / 54   | 206 / 75  | 57 / 71    | 17     |
-| bfloat16, 512, 64, 32², 3×3           | 152 / 64  | 107 / 64  | 88 / 101   | 32     |
-| bfloat16, 512, 64, 32², 3×3, 2        | 56 / 29   | 105 / 36  | 52 / 38    | 20     |
-| bfloat16, 512, 128, 16², 3×3          | 76 / 34   | 55 / 33   | 51 / 44    | 16     |
-| float32, 64, 96, 56², 7×7             | 415 / 142 | 374 / 138 | 4506 / 192 | 37     |
-| float32, 64, 384, 14², 7×7            | 111 / 43  | 95 / 40   | 1472 / 59  | 9      |
-| float32, 512, 64, 32², 3×3            | 185 / 82  | 104 / 81  | 73 / 128   | 64     |
-| float32, 512, 128, 16², 3×3           | 96 / 43   | 53 / 44   | 136 / 66   | 32     |
-
-So all is computed here but the K□ of 16-bit filters beyond 3×3. Sums are taken in float32 and in a
-fixed order, without atomics: equal input, equal bits. K□ gives a bias its gradient on the way.
+allows, but for the K□ of 16-bit filters beyond 3×3 (benchmarks/convolutions.py measures them).
+So all is computed here but that one. Sums are taken in float32 and in a fixed order, without
+atomics: equal input, equal bits. K□ gives a bias its gradient on the way.
 
 Images are (N, H, W, C) in memory, filters (KH·KW, C). A program holds a tile of strips × channels,
 a strip being four neighbours in a row of outputs: what is loaded for one of them serves up to four.

@@ -40,7 +40,7 @@ def curvature(name: str, z: Tensor, h: Tensor, xi: Tensor, *params: float) -> Te
     >>> curvature("softplus", z, h, xi, 1.0, 20.0)  # doctest: +SKIP
     """
     key = (name, params, look(z), look(h), look(xi))
-    plan = planned(_plans, key, lambda: _Plan.of(name, z, h, xi, *params))
+    plan = planned(_plans, key, lambda: _CurvaturePlan.of(name, z, h, xi, *params))
     out = torch.empty_like(z)
     if plan.launch is not None:
         given = (z, h, xi)
@@ -51,14 +51,14 @@ def curvature(name: str, z: Tensor, h: Tensor, xi: Tensor, *params: float) -> Te
     return out
 
 
-class _Plan(NamedTuple):
+class _CurvaturePlan(NamedTuple):
     """How a call is launched, and which of z, h, ξ are first laid out like the result."""
 
     launch: Launch | None
     copies: tuple[bool, bool, bool] | None
 
     @classmethod
-    def of(cls, name: str, z: Tensor, h: Tensor, xi: Tensor, *params: float) -> "_Plan":
+    def of(cls, name: str, z: Tensor, h: Tensor, xi: Tensor, *params: float) -> "_CurvaturePlan":
         _check(name, params)
         size, out = z.numel(), torch.empty_like(z)
         if not size:
@@ -73,7 +73,7 @@ class _Plan(NamedTuple):
         return cls(launch, copies if any(copies) else None)
 
 
-_plans: dict[Any, _Plan] = {}
+_plans: dict[Any, _CurvaturePlan] = {}
 
 
 def _check(name: str, params: Sequence[float]) -> None:

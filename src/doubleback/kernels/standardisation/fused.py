@@ -350,7 +350,7 @@ class _Call(NamedTuple):
     s_x: Tensor | None
 
 
-class _Plan(NamedTuple):
+class _StandardisationPlan(NamedTuple):
     """How calls that look alike are run: on which layout, whether it has to be made first, and
     what gives s_w and fills t_y and s_x."""
 
@@ -359,7 +359,9 @@ class _Plan(NamedTuple):
     run: "Callable[[_Call], Tensor | None]"
 
     @classmethod
-    def of(cls, at: Point, xi: Tensor | None, q: Tensor, mask: Sequence[bool]) -> "_Plan":
+    def of(
+        cls, at: Point, xi: Tensor | None, q: Tensor, mask: Sequence[bool]
+    ) -> "_StandardisationPlan":
         groups, x = at.groups, at.x
         if groups.kind == "channels":
             groups.per_example(x)  # says which channels do not divide
@@ -375,14 +377,14 @@ class _Plan(NamedTuple):
         return cls(form, copies, (_one_pass if _are_short_rows(kind) else _two_passes)(kind))
 
 
-_plans: dict[Any, _Plan] = {}
+_plans: dict[Any, _StandardisationPlan] = {}
 
 
 def second(at: Point, xi: Tensor | None, q: Tensor, mask: Sequence[bool]) -> Three:
     """(t_y, s_x, s_w) as in `standardise_second`; `mask` says which are wanted."""
     groups, x, mean, rstd, weight = at
     key = (groups, *mask, *map(look, (xi, q, x, mean, rstd, weight)))
-    plan = planned(_plans, key, lambda: _Plan.of(at, xi, q, mask))
+    plan = planned(_plans, key, lambda: _StandardisationPlan.of(at, xi, q, mask))
     if plan.copies:
         x, q, xi = (t if t is None else t.contiguous(memory_format=plan.form) for t in (x, q, xi))  # type: ignore[misc]
         mean, rstd, weight = (t if t is None else t.contiguous() for t in (mean, rstd, weight))  # type: ignore[misc]

@@ -20,19 +20,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from .._torch import TorchDispatchMode, pytree
 from ..errors import InputError
 from ..graph import draws
-from ..run.callers import refuse_others
+from ..run import refuse_others
 from ..spaces import per_example
 from .fingerprint import fingerprint
 from .losses import Loss, make_loss
 from .norms import PER_EXAMPLE, SquaredNorm, as_norm
 
 REDUCTIONS = ("mean", "sum", "none")
-_MANY_SEEDS = f"{__package__}.jacobian"  # where the penalties with many seeds are
 
 
 class _Draws(TorchDispatchMode):
@@ -98,8 +96,8 @@ class Penalty(ABC):
     def coupled(self) -> bool:
         """Whether the values of several examples may depend on one another's ξ and are weighted
         differently: then Σ_b ḡ_b ∇p_b is not ḡ⊙∇Σp, and has to be taken with ḡ at hand."""
-        own = type(self).__module__ in (__name__, _MANY_SEEDS) and type(self.norm) in PER_EXAMPLE
-        return self.reduction == "none" and not own
+        ours = type(self).__module__.rpartition(".")[0] == __package__
+        return self.reduction == "none" and not (ours and type(self.norm) in PER_EXAMPLE)
 
     def weighted(
         self, q0: Sequence[Tensor], xi: Sequence[Tensor], weights: Tensor, *extra: Any
@@ -172,9 +170,14 @@ class Penalty(ABC):
         own = [t for t in pytree.tree_leaves(tuple(given)) if isinstance(t, Tensor)]
         refuse_others("v", v, out, *own)
 
+    @property
+    def own_loss(self) -> Loss | None:
+        """The loss whose gradient v is, where it is one: the classical penalty."""
+        return None
+
     def shares(self, loss: Any) -> bool:
         """Whether v is the gradient of this very loss, so that it is computed once for both."""
-        return False
+        return loss is not None and self.own_loss is loss
 
     def reduce(self, values: Tensor) -> Tensor:
         if self.reduction == "mean":
@@ -221,11 +224,12 @@ class LossGradient(Penalty):
         super().__init__(norm, reduction)
         self.loss: Loss = make_loss(loss, label_smoothing, class_weights, ignore_index)
 
+    @property
+    def own_loss(self) -> Loss | None:
+        return self.loss
+
     def seed(self, out: Tensor, *extra: Tensor) -> Tensor:
         return self.loss.gradient(out, extra[0])
-
-    def shares(self, loss: Any) -> bool:
-        return self.loss is loss
 
     def oracle_seed(self, out: Tensor, *extra: Tensor) -> Tensor:
         values = self.loss.values(out, extra[0])

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from ..dtypes import accumulation
 from ..errors import InputError
-from ..rules.softmax import softmax_curvature, softmax_derivative
+from ..rules import softmax_curvature, softmax_derivative
 from ..spaces import Euclidean, dual_square
-from .kinds import Penalty
 from .norms import Norm, SquaredNorm
+from .one_seed import Penalty
 
 PLANS = ("auto", "rows", "columns", "waist", "diagonal")
 MANY_SEEDS = 8192

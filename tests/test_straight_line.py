@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from doubleback.run import straight_line as flat_graph
+from doubleback.run import straight_line
 
 
 def sum_of_two(a, b, c, d):
@@ -56,10 +56,10 @@ def test_sums_of_products(fn, for_compiler):
     tensors = [torch.randn(4, 4, dtype=torch.float64) for _ in range(4)]
     given = [t.clone() for t in tensors]
     graph = make_fx(fn, tracing_mode="fake")(*tensors)
-    flat_graph.clean(graph, for_compiler)
-    target = flat_graph.ADD_PRODUCT if for_compiler else "addmm_"
+    straight_line.clean(graph, for_compiler)
+    target = straight_line.ADD_PRODUCT if for_compiler else "addmm_"
     assert [node.target for node in graph.graph.nodes].count(target) == IN_PLACE[fn]
-    boxed = None if for_compiler else flat_graph.boxed(graph)
+    boxed = None if for_compiler else straight_line.boxed(graph)
     for _ in range(2):
         results = graph(*tensors) if boxed is None else boxed(list(tensors))
         for found, expected in zip(results, fn(*given), strict=True):

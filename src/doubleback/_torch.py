@@ -1,0 +1,322 @@
+"""Every private name of PyTorch that this package uses, each with the reason why.
+
+    from .._torch import pytree             # light names: found when they are imported
+    _torch.ShapeEnv()                       # slow ones (Dynamo, Inductor, SymPy): at first use
+
+`NAMES` are what other modules take from here; no other module imports a private name of PyTorch.
+`ATTRIBUTES` are private attributes of PyTorch's objects and `OPERATORS` ATen's operators with an
+underscore, both of which are used where the objects are. tests/test_torch.py looks for each of them
+and fails, with the reason, where a new PyTorch has taken one away.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+NAMES: dict[str, tuple[str, str]] = {
+    # ------------------------------------------------------------------ nested containers
+    "pytree": (
+        "torch.utils._pytree",
+        "nested arguments and results are flattened by the containers that torch.compile knows",
+    ),
+    # ------------------------------------------------- what is going on: modes and transforms
+    "peek_interpreter_stack": (
+        "torch._C._functorch:peek_interpreter_stack",
+        "whether a transform of torch.func runs, which brings a level of autograd of its own",
+    ),
+    "is_functorch_wrapped_tensor": (
+        "torch._C._functorch:is_functorch_wrapped_tensor",
+        "a tensor of a transform holds no memory that a kernel could read",
+    ),
+    "is_vmap_fallback_enabled": (
+        "torch._C._functorch:_is_vmap_fallback_enabled",
+        "to put vmap's own loop back on afterwards",
+    ),
+    "set_vmap_fallback_enabled": (
+        "torch._C._functorch:_set_vmap_fallback_enabled",
+        "vmap's own loop over seeds warns and is slow; where it would be needed, ours runs",
+    ),
+    "get_dispatch_mode": (
+        "torch._C:_get_dispatch_mode",
+        "whether tensors are fake, functional or traced: no kernel is launched on them",
+    ),
+    "TorchDispatchModeKey": (
+        "torch._C:_TorchDispatchModeKey",
+        "which of these modes is asked for",
+    ),
+    "len_torch_dispatch_stack": (
+        "torch._C:_len_torch_dispatch_stack",
+        "whether any mode watches: only then does a kernel go through the dispatcher",
+    ),
+    "get_proxy_mode": (
+        "torch.fx.experimental.proxy_tensor:get_proxy_mode",
+        "whether the sweeps are being flattened: a kernel is recorded as one node then",
+    ),
+    "disable_current_modes": (
+        "torch.utils._python_dispatch:_disable_current_modes",
+        "real numbers are computed, or a choice of PyTorch's is watched, in the midst of a trace",
+    ),
+    "push_mode": (
+        "torch.utils._python_dispatch:_push_mode",
+        "a caller's mode that was taken away for a capture watches the sweeps again",
+    ),
+    "pop_mode": (
+        "torch.utils._python_dispatch:_pop_mode",
+        "and is taken away again afterwards",
+    ),
+    "TorchDispatchMode": (
+        "torch.utils._python_dispatch:TorchDispatchMode",
+        "sees every operator that runs: to price a program, to notice random numbers",
+    ),
+    "parse_dispatch_key": (
+        "torch._C:_parse_dispatch_key",
+        "the key of the older vmap, by which backward runs on many cotangents at once",
+    ),
+    "dispatch_tls_is_dispatch_key_included": (
+        "torch._C:_dispatch_tls_is_dispatch_key_included",
+        "whether that vmap is running",
+    ),
+    # ------------------------------------------------------------------------ tracing
+    "make_fx": (
+        "torch.fx.experimental.proxy_tensor:make_fx",
+        "flattens the sweeps, and the captured network, into one graph of operators",
+    ),
+    "FakeTensorMode": (
+        "torch._subclasses.fake_tensor:FakeTensorMode",
+        "shapes without numbers: pricing, flattening, and the choice of attention's kernel",
+    ),
+    "FunctionalTensorMode": (
+        "torch._subclasses.functional_tensor:FunctionalTensorMode",
+        "writes in place become results when the captured graph is lifted",
+    ),
+    "to_fun": (
+        "torch._functorch._aot_autograd.functional_utils:to_fun",
+        "an input of the graph that is lifted, as a functional tensor",
+    ),
+    "from_fun": (
+        "torch._functorch._aot_autograd.functional_utils:from_fun",
+        "a result of the graph that is lifted, as an ordinary tensor",
+    ),
+    "has_data_mutation": (
+        "torch._functorch._aot_autograd.functional_utils:has_data_mutation",
+        "which inputs the network wrote to",
+    ),
+    "override_composite_implicit_decomp": (
+        "torch.export.exported_program:_override_composite_implicit_decomp",
+        "operators with a rule of their own (linear, conv2d, attention) are not taken apart",
+    ),
+    "collect_all_valid_cia_ops_for_aten_namespace": (
+        "torch._export.utils:_collect_all_valid_cia_ops_for_aten_namespace",
+        "which of ATen's operators PyTorch would take apart",
+    ),
+    "special_op_to_preserve_cia": (
+        "torch._export.utils:_special_op_to_preserve_cia",
+        "what an operator that is kept whole says in answer",
+    ),
+    "decomposition_table": (
+        "torch._decomp:decomposition_table",
+        "recurrent layers as the cells they are made of",
+    ),
+    "get_data_attr": (
+        "torch._C._autograd:_get_data_attr",
+        "what Dynamo writes for `x.data`, which stops gradients",
+    ),
+    "HigherOrderOperator": (
+        "torch._ops:HigherOrderOperator",
+        "control flow and the like, which is refused or looked through by name",
+    ),
+    "OpOverload": (
+        "torch._ops:OpOverload",
+        "tells ATen's operators from Python functions in a traced graph",
+    ),
+    # ------------------------------------------------------------- Dynamo (slow to import)
+    "dynamo_optimize": (
+        "torch._dynamo:optimize",
+        "captures a network with guards, and says which guard failed; torch.compile does not",
+    ),
+    "dynamo_config": (
+        "torch._dynamo.config",
+        "settings for the length of a capture (recurrent layers, hooks, how many graphs)",
+    ),
+    "callback_handler": (
+        "torch._dynamo.callback:callback_handler",
+        "when a capture begins and ends: PyTorch's warnings about itself are silenced between",
+    ),
+    "ConstantSource": (
+        "torch._dynamo.source:ConstantSource",
+        "names the open sizes of a flat graph, which come from no Python variable",
+    ),
+    "GmWrapper": (
+        "torch._dynamo.utils:GmWrapper",
+        "a graph that takes a list and empties it, so that nobody holds its inputs",
+    ),
+    "ShapeEnv": (
+        "torch.fx.experimental.symbolic_shapes:ShapeEnv",
+        "holds the symbols of open sizes and what was asked about them",
+    ),
+    "DimDynamic": (
+        "torch.fx.experimental.symbolic_shapes:DimDynamic",
+        "says that a size is open",
+    ),
+    "PythonPrinter": (
+        "torch.utils._sympy.printers:PythonPrinter",
+        "expressions in open sizes as Python code",
+    ),
+    # ----------------------------------------------------------- Inductor (slow to import)
+    "TracingContext": (
+        "torch._guards:TracingContext",
+        "the context in which Dynamo would call Inductor; its caches on disk need it",
+    ),
+    "tracing": (
+        "torch._guards:tracing",
+        "enters that context",
+    ),
+    "compile_fx": (
+        "torch._inductor.compile_fx:compile_fx",
+        "compiles a flat graph without capturing it once more",
+    ),
+    "inductor_config": (
+        "torch._inductor.config",
+        "sweeps stay in their order",
+    ),
+    "inductor_ir": (
+        "torch._inductor.ir",
+        "the layout of what is held from one sweep to another",
+    ),
+    "V": (
+        "torch._inductor.virtualized:V",
+        "hands Inductor the choices below, and says which node it lowers",
+    ),
+    "InductorChoices": (
+        "torch._inductor.choices:InductorChoices",
+        "kernels that stand far apart are not fused",
+    ),
+    "register_lowering": (
+        "torch._inductor.lowering:register_lowering",
+        "teaches Inductor the mark at what one sweep hands to another",
+    ),
+    # ----------------------------------------------------------------------- autograd
+    "get_current_graph_task_keep_graph": (
+        "torch._C._autograd:_get_current_graph_task_keep_graph",
+        "whether backward was called with retain_graph=True: values are freed otherwise",
+    ),
+    "AutoDispatchBelowAutograd": (
+        "torch._C:_AutoDispatchBelowAutograd",
+        "an operator without its derivative, from inside a derivative of ours",
+    ),
+    "after_autograd_keyset": (
+        "torch._C:_after_autograd_keyset",
+        "the same where torch.func's levels below keep theirs",
+    ),
+    "any_requires_grad": (
+        "torch._C:_any_requires_grad",
+        "whether any argument, nested or not, asks for a gradient",
+    ),
+    "SingleLevelFunction": (
+        "torch.autograd.function:_SingleLevelFunction",
+        "a node at one level of autograd; torch.func brings a level for each of its own",
+    ),
+    "enable_single_level_autograd_function": (
+        "torch._functorch.utils:enable_single_level_autograd_function",
+        "lets such a node be made inside a transform",
+    ),
+    "dispatch_dump": (
+        "torch._C:_dispatch_dump",
+        "who registered an operator's autograd kernel: another library's is left as it is",
+    ),
+    # ------------------------------------------------------------------ kernels and memory
+    "foreach_add_": ("torch:_foreach_add_", "adds all gradients in a few kernels"),
+    "foreach_copy_": ("torch:_foreach_copy_", "writes all buffers in a few kernels"),
+    "foreach_mul": ("torch:_foreach_mul", "copies many tensors in a few kernels"),
+    "storage_use_count": (
+        "torch._C:_storage_Use_Count",
+        "whether anybody else reads a gradient's memory before it becomes somebody's `.grad`",
+    ),
+    "cuda_get_device": (
+        "torch._C:_cuda_getDevice",
+        "the current device at every launch; the public function asks more and takes longer",
+    ),
+    "get_cudnn_enabled": ("torch._C:_get_cudnn_enabled", "to put it back on afterwards"),
+    "set_cudnn_enabled": (
+        "torch._C:_set_cudnn_enabled",
+        "recurrent cells without cuDNN, whose derivative has none; the public switch may be frozen",
+    ),
+    "VF": (
+        "torch._VF",
+        "recurrent networks of all layers as one call, by the name of their cell",
+    ),
+    "BatchNorm": (
+        "torch.nn.modules.batchnorm:_BatchNorm",
+        "any batch norm, whatever its number of axes",
+    ),
+}
+
+# What has the attribute, as a module or a class; the attribute; why it is read.
+ATTRIBUTES: tuple[tuple[str, str, str], ...] = (
+    ("torch:Tensor", "_version", "whether a tensor was changed in place before backward"),
+    ("torch:Tensor", "_backward_hooks", "a leaf that is watched gets its gradient from autograd"),
+    ("torch:Tensor", "_post_accumulate_grad_hooks", "likewise"),
+    ("torch:UntypedStorage", "_cdata", "the identity of a tensor's memory, and its users' number"),
+    ("torch._ops:OpOverload", "_schema", "an operator's arguments by name, and what it writes"),
+    ("torch._ops:OpOverload", "_name", "the operator that `dispatch_dump` is asked about"),
+    ("torch._ops:OpOverload", "_overloadpacket", "PyTorch's formulas for FLOPs are kept by it"),
+    ("torch._ops:OpOverload", "_dispatch_cache", "tracing goes on with the kernels it holds"),
+    ("torch.library:Library", "_destroy", "takes a patch back"),
+    ("torch.autograd.graph", "_engine_run_backward", "sees the first create_graph=True"),
+    ("torch.autograd", "_engine_run_backward", "the same function, under its other name"),
+    ("torch.autograd.forward_ad", "_current_level", "whether forward mode is on"),
+    ("torch.autograd.forward_ad", "_set_fwd_grad_enabled", "keeps it on below our own node"),
+    ("torch.fx:Node", "_erased", "a node that a pass over the graph has removed"),
+    ("torch.fx.experimental.sym_node:SymNode", "_expr", "an open size as an expression"),
+    ("torch.nn.parallel:DistributedDataParallel", "_active_ddp_module", "whether its forward runs"),
+    ("torch.nn.parallel:DistributedDataParallel", "_comm_hooks", "refused: nobody else runs them"),
+    ("torch.nn.parallel:DistributedDataParallel", "_join_config", "refused: some may be missing"),
+    ("torch.nn.parallel:DistributedDataParallel", "_module_parameters", "what it would average"),
+)  # fmt: skip
+
+# Operators of ATen with an underscore, and what for.
+OPERATORS: dict[str, str] = {
+    "_fused_rms_norm": "RMS norm by PyTorch's fused kernel",
+    "_fused_rms_norm_backward": "its derivative",
+    "_fused_sdp_choice": "which kernel of attention PyTorch would choose",
+    "_local_scalar_dense": "`item()`, which a captured graph must not hold",
+    "_log_softmax_backward_data": "the derivative of log softmax from its result",
+    "_native_batch_norm_legit": "batch norm with the statistics of the batch",
+    "_native_batch_norm_legit_no_training": "batch norm in eval mode, piecewise affine",
+    "_safe_softmax": "attention's softmax, with zeros in rows that are masked throughout",
+    "_scaled_dot_product_attention_math": "attention by products, where its dropout is given",
+    "_scaled_dot_product_cudnn_attention": "attention by cuDNN, with what its derivative reads",
+    "_scaled_dot_product_cudnn_attention_backward": "its derivative",
+    "_scaled_dot_product_efficient_attention": "attention by tiles, with what is read later",
+    "_scaled_dot_product_efficient_attention_backward": "its derivative",
+    "_scaled_dot_product_flash_attention": "flash attention, with what is read later",
+    "_scaled_dot_product_flash_attention_backward": "its derivative",
+    "_scaled_dot_product_flash_attention_for_cpu": "the same on a CPU",
+    "_scaled_dot_product_flash_attention_for_cpu_backward": "its derivative",
+    "_softmax_backward_data": "the derivative of softmax from its result",
+    "_unsafe_view": "a view that a trace writes for a reshape",
+}
+
+
+def find(path: str) -> Any:
+    """What lies at "module" or "module:attribute"."""
+    module, _, attribute = path.partition(":")
+    found = import_module(module)
+    return getattr(found, attribute) if attribute else found
+
+
+def __getattr__(name: str) -> Any:
+    """A name of `NAMES`, found when it is first asked for."""
+    if name not in NAMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    path, why = NAMES[name]
+    try:
+        found = find(path)
+    except (ImportError, AttributeError) as error:
+        raise ImportError(
+            f"this PyTorch has no {path.replace(':', '.')}, which doubleback needs: {why}; install "
+            "a supported PyTorch"
+        ) from error
+    globals()[name] = found
+    return found
