@@ -34,7 +34,7 @@ from doubleback.kernels.standardisation import (
     standardise_backward,
     standardise_second,
 )
-from doubleback.operators import AveragePool, Convolution
+from doubleback.operators import Convolution
 from support.gpu import CUDA, DEVICE, needs_gpu
 
 TOLERANCE = 1e-5  # of the norm
@@ -181,20 +181,10 @@ def test_convolution(case, form, filters):
         )
         dx, dw, total = K.adjoints(x, weight, xi, x.shape, weight.shape, (True, True, True))
         again = K.transpose(weight, xi, x.shape)  # without an x to read the layout off
-    close(
-        y=(y, y64), dx=(dx, expected[0]), dw=(dw, expected[1]), total=(total, expected[2]),
-        again=(again, expected[0]),
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_average_pool(form):
-    K, size = AveragePool((3, 3), (2, 2), (1, 1)), 112 if CUDA else 13
-    x = normal(2, 64 if CUDA else 4, size, size, form=FORMS[form])
-    y64 = F.avg_pool2d(x64 := x.double().requires_grad_(), 3, 2, 1)
-    xi = normal(*y64.shape, form=FORMS[form])
-    (expected,) = torch.autograd.grad(y64, x64, xi.double())
-    close(y=(K.forward(None, x), y64), dx=(K.transpose(None, xi, x.shape), expected))
+    close(y=(y, y64), dx=(dx, expected[0]), total=(total, expected[2]), again=(again, expected[0]))
+    # a sum of as many products as there are places: rounding grows with the root of their number
+    places = (batch * y.shape[2] * y.shape[3]) ** 0.5
+    assert (dw - expected[1]).norm() <= max(TOLERANCE, 6e-8 * places) * expected[1].norm()
 
 
 # --------------------------------------------------------------- norms and activations
@@ -322,9 +312,12 @@ class Watch(TorchDispatchMode):
         return {key: e for key, e in self.worst.items() if not e <= tolerance}
 
 
-def _double(value: Any) -> Any:
-    single = isinstance(value, Tensor) and value.dtype == torch.float32
-    return value.double() if single else value
+def _double(item):
+    """A float32 tensor in float64, from a contiguous copy of it, since a kernel may be wrong in one
+    layout in either dtype; the dtype float32 as float64."""
+    if isinstance(item, Tensor) and item.dtype == torch.float32:
+        return item.contiguous().double()
+    return torch.float64 if item is torch.float32 else item
 
 
 class Windows(nn.Module):
