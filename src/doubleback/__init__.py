@@ -3,6 +3,7 @@
 from . import landscape, operators, spaces
 from .check.adjoint import check_adjoint
 from .check.parity import CheckReport, check, check_rule
+from .compile import compile
 from .counting import Operations, count_operations
 from .errors import (
     CaptureError,
@@ -71,6 +72,7 @@ __all__ = [
     "check",
     "check_adjoint",
     "check_rule",
+    "compile",
     "count_operations",
     "landscape",
     "operators",
