@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._C._functorch import peek_interpreter_stack  # pyright: ignore
+from torch.utils import _pytree as pytree
 
 from .capture import plain
 from .capture.surroundings import Surroundings
@@ -102,6 +103,7 @@ class Compiled:
         self.traces = 0
         self.refusal: CaptureError | None = None
         self._again = 0.0
+        self._constants = False  # whether Python's numbers are constants of the graph
         self._warned: set[str] = set()
         self._changes: list[str] = []
         self._surroundings: dict[Any, tuple[Surroundings, ...]] = {}
@@ -113,7 +115,7 @@ class Compiled:
         return self if instance is None else functools.partial(self, instance)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._run(args, kwargs)
+        return self._run(args, kwargs)  # type: ignore[call-arg]
 
     def _call(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         if peek_interpreter_stack() is not None:
@@ -149,14 +151,21 @@ class Compiled:
     # --------------------------------------------------------------------------- Dynamo
 
     def _through(self, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """The call by graphs, raising `CaptureError` where there can be none. Dynamo looks at fn
-        without the library's derivatives first, which most functions do not need for that."""
+        """The call by graphs, raising `CaptureError` where there can be none.
+
+        Dynamo looks at fn without the library's derivatives first, which few functions need for
+        that, and makes symbols of Python's numbers that change, which few operators do not take.
+        """
         try:
             return self._enter(args, kwargs)
         except CaptureError as error:
-            if "derivative" not in str(error.__cause__) or not supported(torch.__version__):
+            cause = error.__cause__
+            lacking = "derivative" in str(cause) and supported(torch.__version__)
+            symbols = isinstance(cause, torch._dynamo.exc.BackendCompilerFailed)
+            if not lacking and (self._constants or not symbols):
                 raise
-        with patched():
+        with patched() if lacking else nullcontext():
+            self._constants = self._constants or not lacking
             return self._enter(args, kwargs)
 
     def _enter(self, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -164,7 +173,7 @@ class Compiled:
         stack = _calls()
         stack.append(call)
         try:
-            with torch._dynamo.config.patch(_settings()):
+            with torch._dynamo.config.patch(_settings(self._constants)):
                 found = self._function((*args, *kwargs.values()))(self.fn, call.args, call.kwargs)
         except Exception as error:
             if error is call.error or isinstance(error, CaptureError):
@@ -314,7 +323,7 @@ class _Value(torch.autograd.Function):
         loss, ctx.grads = job.run()
         ctx.scale = job.scale
         ctx.trained = trained
-        return loss
+        return loss.detach()  # another name: the same tensor may stand among the results
 
     @staticmethod
     def backward(ctx: Any, arrived: Tensor) -> tuple[Tensor | None, ...]:
@@ -440,7 +449,7 @@ def _with_first(result: Any, loss: Any, rest: Callable[[Tensor], Any]) -> Any:
     """The result with this loss in its place, and `rest` done to the tensors behind it."""
     if not isinstance(result, (tuple, list)):
         return loss
-    others = torch.utils._pytree.tree_map_only(Tensor, rest, list(result[1:]))
+    others = pytree.tree_map_only(Tensor, rest, list(result[1:]))
     if hasattr(result, "_fields"):
         return type(result)(loss, *others)
     return type(result)([loss, *others])
@@ -512,11 +521,13 @@ def _known(name: str) -> bool:
     return hasattr(torch._dynamo.config, name)
 
 
-def _settings() -> dict[str, Any]:
+def _settings(constants: bool) -> dict[str, Any]:
     wanted = {
         "trace_autograd_ops": True,  # torch.autograd.grad in the graph
         "allow_rnn": True,
-        "allow_unspec_int_on_nn_module": True,  # a counter is no reason to trace anew
+        "allow_unspec_int_on_nn_module": not constants,  # a counter is no reason to trace anew
+        "specialize_int": constants,
+        "specialize_float": constants,
         "skip_nnmodule_hook_guards": False,  # hooks may come and go
         "recompile_limit": MOST,
         "accumulated_recompile_limit": 4 * MOST,
