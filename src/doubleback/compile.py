@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
+import logging
 import os
 import threading
 import time
@@ -26,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._C._functorch import peek_interpreter_stack  # pyright: ignore
+from torch._dynamo.exc import BackendCompilerFailed
 from torch.utils import _pytree as pytree
 
 from .capture import plain
@@ -161,7 +163,7 @@ class Compiled:
         except CaptureError as error:
             cause = error.__cause__
             lacking = "derivative" in str(cause) and supported(torch.__version__)
-            symbols = isinstance(cause, torch._dynamo.exc.BackendCompilerFailed)
+            symbols = isinstance(cause, BackendCompilerFailed)
             if not lacking and (self._constants or not symbols):
                 raise
         with patched() if lacking else nullcontext():
@@ -544,10 +546,17 @@ def _patch() -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Warnings that PyTorch raises about its own calls while it compiles are nobody's business."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
+    """What PyTorch says about its own calls while it compiles is nobody's business: warnings, and
+    that a graph with symbolic numbers in it cannot be kept in the cache on disk."""
+    log = logging.getLogger("torch._inductor.codecache")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        log.setLevel(level)
 
 
 def _modules(fn: Any) -> list[nn.Module]:

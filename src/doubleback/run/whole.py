@@ -125,7 +125,8 @@ def trace(
     mode = next((t.fake_mode for t in fakes if isinstance(t, FakeTensor)), None)
     if mode is None:
         raise CaptureError("it is given no tensor at all")
-    inputs = [t.detach() if isinstance(t, Tensor) else t for t in fakes]
+    # another name only where there is need: a number's stand-in remembers its symbol
+    inputs = [t.detach() if isinstance(t, Tensor) and t.requires_grad else t for t in fakes]
     if scaled:
         device = next(t.device for t in fakes if isinstance(t, Tensor))
         inputs.append(mode.from_tensor(torch.ones((), device=device), static_shapes=True))
