@@ -1,6 +1,8 @@
 """`db.compile`: whole losses with derivatives inside, against stock autograd in float64."""
 
+import copy
 import functools
+import gc
 import math
 import threading
 import warnings
@@ -574,6 +576,49 @@ def test_modules_as_arguments():
         agree(step, loss, net.parameters(), net, torch.randn(4, 3))
 
 
+class Trained(nn.Module):
+    """A network that holds its own compiled loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp()
+        self.step = compiled(self.loss)
+
+    def loss(self, x):
+        return slopes(self.net, x.detach().requires_grad_()).square().sum()
+
+    def forward(self, x):
+        return self.step(x)
+
+
+def test_a_copy_compiles_its_own():
+    model, x = Trained(), torch.randn(4, 3)
+    agree(model, model.loss, model.parameters(), x)
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for p in twin.parameters():
+            p.mul_(2)
+    agree(twin, twin.loss, twin.parameters(), x)
+    agree(model, model.loss, model.parameters(), x)
+
+
+def test_inside_distributed_data_parallel(tmp_path):
+    dist = torch.distributed
+    if not (dist.is_available() and dist.is_gloo_available()):
+        pytest.skip("needs gloo")
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    try:
+        model, x = Trained(), torch.randn(4, 3)
+        wanted = gradients(model.loss(x), model.parameters())
+        wrapped = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
+        for _ in range(2):
+            found = gradients(wrapped(x), model.parameters())
+            for g, w in zip(found, wanted, strict=True):
+                assert w is None or (g - w).abs().max() <= TOLERANCE
+    finally:
+        dist.destroy_process_group()
+
+
 def test_results_keep_their_kind():
     net = mlp()
 
@@ -700,6 +745,26 @@ def test_data_dependent_branches_run_on_autograd_with_one_warning():
     assert step.traces == 0
     with pytest.raises(db.CaptureError, match="Remedy"):
         compiled(loss)(x)
+
+
+def test_on_autograd_the_library_s_derivatives_stay_until_it_is_gone():
+    net = nn.Sequential(nn.Linear(3, 6), nn.Hardsigmoid(), nn.Linear(6, 1))
+
+    def loss(x):
+        g = slopes(net, x.detach().requires_grad_()).square().sum()
+        return g if g.item() > 0 else 2 * g
+
+    def state():
+        return next(e.state for e in db.patch_report() if "hardsigmoid" in e.operator)
+
+    step = db.compile(loss, compiler="eager")
+    with pytest.warns(db.CaptureWarning):
+        step(torch.randn(4, 3)).backward()
+    assert net[0].weight.grad is not None
+    assert state() == "replaced"
+    del step
+    gc.collect()
+    assert state() == "stock"
 
 
 class Cube(torch.autograd.Function):

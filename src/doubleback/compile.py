@@ -18,6 +18,7 @@ import threading
 import time
 import traceback
 import warnings
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -106,6 +107,7 @@ class Compiled:
         self.refusal: CaptureError | None = None
         self._again = 0.0
         self._constants = False  # whether Python's numbers are constants of the graph
+        self._patched = False
         self._warned: set[str] = set()
         self._changes: list[str] = []
         self._surroundings: dict[Any, tuple[Surroundings, ...]] = {}
@@ -115,6 +117,10 @@ class Compiled:
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         """As a method of a class, where it decorates one."""
         return self if instance is None else functools.partial(self, instance)
+
+    def __reduce__(self) -> tuple:
+        """Copies and pickles begin without graphs, which belong to the function as it was."""
+        return Compiled, (self.fn, self.compiler, self.scaler, self.dynamic, self.strict)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._run(args, kwargs)  # type: ignore[call-arg]
@@ -130,17 +136,24 @@ class Compiled:
             try:
                 return self._through(args, kwargs)
             except CaptureError as error:
-                self.refusal = error
+                if self.strict:
+                    raise
+                # without its causes, whose frames hold the arguments
+                self.refusal = CaptureError(str(error))
                 self._again = time.monotonic() + PATIENCE * (time.monotonic() - now)
-        if self.strict:
-            raise self.refusal
         result = self._on_autograd(args, kwargs)
         self._say(f"{self.refusal}\n  Until then it runs on autograd.", "autograd")
         return result
 
     def _on_autograd(self, args: tuple, kwargs: dict[str, Any]) -> Any:
-        with _patch():
-            result = self.fn(*args, **kwargs)
+        """fn itself. Putting the library's derivatives in takes as long as a small step, so they
+        stay from the first such call on, for as long as this object lives."""
+        if not self._patched and supported(torch.__version__):
+            self._patched = True
+            held = patched()
+            held.__enter__()
+            weakref.finalize(self, held.__exit__, None, None, None).atexit = False
+        result = self.fn(*args, **kwargs)
         loss = _first(result)
         _check(loss, torch.is_grad_enabled())
         return _with_first(result, loss, Tensor.detach)
@@ -202,8 +215,16 @@ class Compiled:
             key = self._key(given)
             code = _observed.__code__.replace(co_name=f"call_loss_{next(_count)}")
             own = FunctionType(code, _observed.__globals__)
+            me = weakref.ref(self)  # Dynamo never forgets a backend
+
+            def receive(module: torch.fx.GraphModule, given: Sequence[Any]) -> Callable:
+                return me()._receive(module, given)  # type: ignore[union-attr]
+
+            def changed(failure: Any) -> None:
+                me()._changed(failure)  # type: ignore[union-attr]
+
             optimise = torch._dynamo.optimize(
-                self._receive, nopython=True, dynamic=self.dynamic, guard_fail_fn=self._changed
+                receive, nopython=True, dynamic=self.dynamic, guard_fail_fn=changed
             )
             found = optimise(own)
             assert found is not None
@@ -281,9 +302,9 @@ class Compiled:
                 with torch.no_grad():
                     loss = job.run()[0]
             call.loss = loss
-            for place, update in zip(step.written, job.updates, strict=True):
+            if step.written:
                 with torch.no_grad():
-                    inputs[place].copy_(update)
+                    torch._foreach_copy_([inputs[i] for i in step.written], job.updates)  # type: ignore[attr-defined]
             return [*job.results[: step.place], loss, *job.results[step.place + 1 :]]
         except BaseException as error:
             call.error = error

@@ -14,7 +14,6 @@ from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils import _pytree as pytree
 
 from ..capture.lifting import mark
 from ..errors import CaptureError
@@ -29,25 +28,26 @@ class Step:
     of the inputs at `trained`, Dynamo's results, new values of the inputs at `written`).
 
     place: of the loss among Dynamo's results.
-    scaled: the last input is a number by which the loss is multiplied before it is differentiated.
+    scaled: the last input is a number by which the loss is multiplied before it is differentiated;
+    device: where that number lies.
     halves: whether float16 occurs in the graph.
     """
 
     run: Callable[[list], Sequence[Any]]
-    spec: Any
-    found: Sequence[int | None]
+    found: tuple[int | None, ...]  # of each result the place among what `run` returns
     trained: tuple[int, ...]
     written: tuple[int, ...]
     place: int
     scaled: bool
     halves: bool
-    device: torch.device
+    device: torch.device | None
 
     def __call__(self, inputs: list) -> tuple[Tensor, list[Tensor | None], Sequence, Sequence]:
         with torch.no_grad():
             values = self.run(inputs)
-        leaves = [None if i is None else values[i] for i in self.found]
-        return pytree.tree_unflatten(leaves, self.spec)
+        found = [None if i is None else values[i] for i in self.found]
+        first, last = 1 + len(self.trained), len(found) - len(self.written)
+        return found[0], found[1:first], found[first:last], found[last:]  # type: ignore[return-value]
 
 
 def take_mark(module: torch.fx.GraphModule) -> torch.fx.Node | None:
@@ -111,24 +111,22 @@ def trace(
             written = [
                 i for i, t in enumerate(wrapped) if isinstance(t, Tensor) and has_data_mutation(t)
             ]
-            seen["written"], seen["place"], seen["device"] = written, place, loss.device
-            whole = (loss.detach(), list(grads), list(results), [wrapped[i] for i in written])
-            leaves, seen["spec"] = pytree.tree_flatten(whole, is_leaf=lambda x: x is None)
-            seen["found"] = places = []
-            values = []
-            for leaf in leaves:
-                places.append(None if leaf is None else len(values))
-                if leaf is not None:
-                    values.append(from_fun(leaf) if isinstance(leaf, Tensor) else leaf)
-            return values
+            seen["written"], seen["place"] = written, place
+            flat = [loss.detach(), *grads, *results, *(wrapped[i] for i in written)]
+            present = [t for t in flat if t is not None]
+            places = iter(range(len(present)))
+            seen["found"] = tuple(None if t is None else next(places) for t in flat)
+            return [from_fun(t) if isinstance(t, Tensor) else t for t in present]
 
     mode = next((t.fake_mode for t in fakes if isinstance(t, FakeTensor)), None)
     if mode is None:
         raise CaptureError("it is given no tensor at all")
     # another name only where there is need: a number's stand-in remembers its symbol
     inputs = [t.detach() if isinstance(t, Tensor) and t.requires_grad else t for t in fakes]
+    device = None
     if scaled:
-        device = next(t.device for t in fakes if isinstance(t, Tensor))
+        on_device = [t for t, on in zip(fakes, required, strict=True) if on] or inputs
+        device = next(t.device for t in on_device if isinstance(t, Tensor))
         inputs.append(mode.from_tensor(torch.ones((), device=device), static_shapes=True))
     compiling = compiler == "inductor"
     with for_compiler() if compiling else nullcontext():
@@ -145,8 +143,7 @@ def trace(
         ready = _by_inductor(flat, mode, inputs) if compiling else straight_line.boxed(flat)
     places = tuple(i for i, on in enumerate(trained) if on)
     return Step(
-        ready, seen["spec"], tuple(seen["found"]), places, tuple(seen["written"]), seen["place"],
-        scaled, halves, seen["device"],
+        ready, seen["found"], places, tuple(seen["written"]), seen["place"], scaled, halves, device,
     )  # fmt: skip
 
 
