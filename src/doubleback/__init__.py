@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import operators, spaces
 from .check import CheckReport, check, check_adjoint, check_rule
+from .compile import compile
 from .counting import Operations, count_operations
 from .errors import (
     CaptureError,
@@ -87,6 +88,7 @@ __all__ = [
     "check",
     "check_adjoint",
     "check_rule",
+    "compile",
     "count_operations",
     "landscape",
     "operators",

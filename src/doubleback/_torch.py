@@ -86,6 +86,10 @@ NAMES: dict[str, tuple[str, str]] = {
         "torch._subclasses.fake_tensor:FakeTensorMode",
         "shapes without numbers: pricing, flattening, and the choice of attention's kernel",
     ),
+    "FakeTensor": (
+        "torch._subclasses.fake_tensor:FakeTensor",
+        "tells which inputs of a captured loss carry the trace's open sizes",
+    ),
     "FunctionalTensorMode": (
         "torch._subclasses.functional_tensor:FunctionalTensorMode",
         "writes in place become results when the captured graph is lifted",
@@ -138,6 +142,10 @@ NAMES: dict[str, tuple[str, str]] = {
     "dynamo_config": (
         "torch._dynamo.config",
         "settings for the length of a capture (recurrent layers, hooks, how many graphs)",
+    ),
+    "BackendCompilerFailed": (
+        "torch._dynamo.exc:BackendCompilerFailed",
+        "tells our own refusal of a graph from Dynamo's of a program",
     ),
     "callback_handler": (
         "torch._dynamo.callback:callback_handler",

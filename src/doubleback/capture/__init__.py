@@ -3,12 +3,16 @@
 from .arguments import Arguments, choose_output, only_one, plain, requires_grad, take_apart
 from .decompositions import stop_gradient
 from .dynamo import capture_of, find_graph
+from .lifting import mark
+from .surroundings import Surroundings
 
 __all__ = [
     "Arguments",
+    "Surroundings",
     "capture_of",
     "choose_output",
     "find_graph",
+    "mark",
     "only_one",
     "plain",
     "requires_grad",

@@ -10,6 +10,7 @@ from .flattening import FlattenedProgram, Replay
 from .open_sizes import Family, OpenProgram
 from .state import kind, read_state, remember, run_prelude, scale, write_state
 from .straight_line import NEAR
+from .whole import WholeStep, take_mark, trace_whole
 
 __all__ = [
     "NEAR",
@@ -24,6 +25,7 @@ __all__ = [
     "OpenProgram",
     "Program",
     "Replay",
+    "WholeStep",
     "average",
     "deliver",
     "kind",
@@ -35,5 +37,7 @@ __all__ = [
     "run_prelude",
     "scale",
     "several",
+    "take_mark",
+    "trace_whole",
     "write_state",
 ]
