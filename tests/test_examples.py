@@ -1,0 +1,137 @@
+"""Each example, run small, shows what it claims; and what cannot be run ends in one line."""
+
+import gzip
+import importlib
+import json
+import struct
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+
+from examples import common
+from examples.__main__ import GALLERY, HERE, NAMES, section, sentence
+
+CPU = torch.device("cpu")
+
+
+def script(name: str) -> ModuleType:
+    return importlib.import_module(f"examples.{name}.__main__")
+
+
+def mean(found: list, value: str) -> float:
+    return sum(getattr(f, value) for f in found) / len(found)
+
+
+# ---------------------------------------------------------------------------------- the examples
+
+
+def test_contractive_autoencoder():
+    example = script("contractive_autoencoder")
+    data = common.load_images("digits", None, 1, CPU)
+    found = example.experiment(data, 30, [1])
+    plain, denoising, contractive = (found[name][0] for name in example.NAMES)
+    assert contractive.squared_norm < min(0.75 * plain.squared_norm, denoising.squared_norm)
+    assert contractive.rank < 0.9 * min(plain.rank, denoising.rank)
+    assert contractive.selectivity > max(plain.selectivity, denoising.selectivity)
+    assert contractive.neighbours > 0.95 and contractive.error < 1.5
+
+
+# ----------------------------------------------------------------------------- data and bad input
+
+
+def write_mnist(folder, images: np.ndarray, labels: np.ndarray, pack=gzip.compress) -> None:
+    head = struct.pack(">4B3I", 0, 0, 8, 3, *images.shape)
+    ending = ".gz" if pack is gzip.compress else ""
+    (folder / f"t10k-images-idx3-ubyte{ending}").write_bytes(pack(head + images.tobytes()))
+    head = struct.pack(">4BI", 0, 0, 8, 1, len(labels))
+    (folder / f"t10k-labels-idx1-ubyte{ending}").write_bytes(pack(head + labels.tobytes()))
+
+
+@pytest.mark.parametrize("pack", [gzip.compress, bytes])
+def test_idx_files_are_read(tmp_path, pack):
+    generator = np.random.default_rng(0)
+    images = generator.integers(0, 256, (6, 5, 5), dtype=np.uint8)
+    labels = np.arange(6, dtype=np.uint8)
+    write_mnist(tmp_path, images, labels, pack)
+    data = common.load_images(f"mnist-idx:{tmp_path}", 4, 0, CPU)
+    seen, truth = torch.cat([data.train[0], data.test[0]]), torch.cat([data.train[1], data.test[1]])
+    assert sorted(truth.tolist()) == list(range(6)) and len(data.train[1]) == 4
+    assert torch.equal((seen[:, 0] * 255).round().byte(), torch.from_numpy(images)[truth])
+
+
+def bad_input(folder) -> dict[str, tuple[list[str], str]]:
+    """Case → arguments, and what the line must say."""
+    images, labels = np.zeros((6, 5, 5), np.uint8), np.zeros(6, np.uint8)
+    for name in ("truncated", "cut", "short", "empty", "other"):
+        (folder / name).mkdir()
+    write_mnist(folder / "truncated", images, labels, bytes)
+    path = folder / "truncated" / "t10k-images-idx3-ubyte"
+    path.write_bytes(path.read_bytes()[:-7])
+    write_mnist(folder / "cut", images, labels)
+    path = folder / "cut" / "t10k-images-idx3-ubyte.gz"
+    path.write_bytes(path.read_bytes()[:-9])
+    write_mnist(folder / "short", images, labels[:5], bytes)
+    write_mnist(folder / "other", images, labels, bytes)
+    (folder / "other" / "t10k-images-idx3-ubyte").write_bytes(b"\x89PNG and so on")
+    (folder / "file").touch()
+    return {
+        "missing": (["--data", f"mnist-idx:{folder}/nowhere"], "there is no folder"),
+        "empty": (["--data", f"mnist-idx:{folder}/empty"], "has no file"),
+        "truncated": (["--data", f"mnist-idx:{folder}/truncated"], "truncated"),
+        "cut": (["--data", f"mnist-idx:{folder}/cut"], "cannot be read"),
+        "short": (["--data", f"mnist-idx:{folder}/short"], "do not go with labels"),
+        "other": (["--data", f"mnist-idx:{folder}/other"], "not an idx file"),
+        "source": (["--data", "cifar"], "mnist-idx:FOLDER"),
+        "device": (["--device", "teapot"], "no such device"),
+        "cuda": (["--device", "cuda:99"], "CUDA"),
+        "out": (["--out", f"{folder}/file"], "cannot be made a folder"),
+    }
+
+
+CASES = (
+    "missing", "empty", "truncated", "cut", "short", "other", "source", "device", "cuda", "out",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_bad_input_is_one_line(case, tmp_path, capsys):
+    given, said = bad_input(tmp_path)[case]
+    example = script("contractive_autoencoder")
+    given = given if "--out" in given else [*given, "--out", str(tmp_path / "out")]
+    status = common.main("contractive_autoencoder", "", example.run, given, data=True)
+    printed = capsys.readouterr()
+    assert status == 2 and not printed.out
+    assert printed.err.count("\n") == 1 and said in printed.err
+
+
+def test_a_report_is_printed_and_written(tmp_path, capsys):
+    def run(arguments):
+        figure, (axis,) = common.panels(1)
+        axis.plot([0, 1])
+        report = common.Report("title", ("name", "value"), [("a", "1.0")], figure)
+        report.claim(True, "held", "did not hold")
+        report.claim(False, "held", "failed plainly")
+        return report
+
+    assert common.main("made_up", "", run, ["--out", str(tmp_path), "--seed", "3"]) == 0
+    printed = capsys.readouterr().out
+    assert "seen: held" in printed and "NOT SEEN: failed plainly" in printed
+    record = json.loads((tmp_path / "made_up.json").read_text())
+    assert record["settings"]["seed"] == 3 and record["claims"][1]["seen"] is False
+    assert (tmp_path / "made_up.png").read_bytes().startswith(b"\x89PNG")
+
+
+# ------------------------------------------------------------------------------------ the gallery
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_gallery_is_that_of_the_records(name):
+    assert section(name) in (HERE / "README.md").read_text()
+    assert (GALLERY / f"{name}.png").stat().st_size <= common.LARGEST
+    assert sentence(name).endswith(".")
+
+
+def test_every_example_is_in_the_gallery():
+    assert {path.parent.name for path in HERE.glob("*/__main__.py")} == set(NAMES)
