@@ -15,12 +15,16 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 GALLERY = HERE / "gallery"
-NAMES = ("contractive_autoencoder",)
+NAMES = (
+    "contractive_autoencoder",
+    "few_examples",
+    "hamiltonian",
+)
 
 INTRODUCTION = """# Examples
 
 What training with derivatives in the loss is for: one folder each, one short script each. They \
-run from the repository with `pip install -e '.[examples]'`, take at most two minutes on two cores, \
+run from the repository with `pip install -e '.[examples]'`, take under two minutes on two cores, \
 and have `--full` (larger, more seeds), `--seed`, `--device` and `--out`. Those on images take \
 `--data mnist-idx:FOLDER`. What the literature claims is tested, and where it is not seen the \
 page says so.

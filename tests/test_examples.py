@@ -4,6 +4,7 @@ import gzip
 import importlib
 import json
 import struct
+from dataclasses import replace
 from types import ModuleType
 
 import numpy as np
@@ -36,6 +37,50 @@ def test_contractive_autoencoder():
     assert contractive.rank < 0.9 * min(plain.rank, denoising.rank)
     assert contractive.selectivity > max(plain.selectivity, denoising.selectivity)
     assert contractive.neighbours > 0.95 and contractive.error < 1.5
+
+
+def test_few_examples():
+    example = script("few_examples")
+    trial = example.Trial("digits", 25, CPU)
+    error, slope = trial.run(5, 0.0)
+    penalised_error, penalised_slope = trial.run(5, 0.01)
+    assert trial.run(5, 0.0) == (error, slope)  # nothing is left over from the run in between
+    assert error < 0.25 and penalised_error < error + 0.03
+    assert penalised_slope < 0.8 * slope
+
+
+@pytest.mark.parametrize("gain, seen", [(0.02, True), (0.0, False), (-0.02, False)])
+def test_few_examples_says_plainly_what_was_found(gain, seen):
+    example = script("few_examples")
+    plain = [0.08 + 0.002 * (seed % 5) for seed in range(20)]
+    double = [error - gain + 0.004 * (-1) ** seed for seed, error in enumerate(plain)]
+    curve = {0.0: 0.08, **{w: 0.08 for w in example.WEIGHTS}}
+    found = {
+        "curve": curve, "weight": 0.01, "plain": plain, "double": double, "slopes": [[1.0], [0.5]],
+    }  # fmt: skip
+    report = example.report(found, "made up")
+    common.plt.close(report.figure)
+    assert report.claims[0][0] is seen
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_hamiltonian(number):
+    example = script("hamiltonian")
+    system = replace(example.SYSTEMS[number], horizon=10.0, step=0.1)
+    plain, learned = (example.measure(system, kind, 300, 3, CPU) for kind in (False, True))
+    assert learned.energy < 0.5 * plain.energy and learned.drift < plain.drift
+    assert learned.error < 0.02
+
+
+def test_hamiltonian_energies_give_the_motion():
+    """The field is that of Newton's law, and the integrator keeps the true energy."""
+    pendulum, bodies = script("hamiltonian").SYSTEMS
+    q, p = torch.tensor([0.7]), torch.tensor([-0.3])
+    field = pendulum.field(torch.stack([q, p], dim=1))
+    assert torch.allclose(field, torch.stack([p, -3 * torch.sin(q)], dim=1))
+    start = bodies.start(5, torch.Generator().manual_seed(0))
+    path = script("hamiltonian").follow(bodies.field, start, 5.0, 0.05)
+    assert torch.allclose(bodies.energy(path[-1]), bodies.energy(start), atol=1e-4)
 
 
 # ----------------------------------------------------------------------------- data and bad input
