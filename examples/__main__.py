@@ -19,6 +19,9 @@ NAMES = (
     "contractive_autoencoder",
     "few_examples",
     "hamiltonian",
+    "robustness",
+    "signed_distance",
+    "sobolev",
 )
 
 INTRODUCTION = """# Examples

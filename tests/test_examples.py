@@ -83,6 +83,89 @@ def test_hamiltonian_energies_give_the_motion():
     assert torch.allclose(bodies.energy(path[-1]), bodies.energy(start), atol=1e-4)
 
 
+def test_robustness():
+    example = script("robustness")
+    data = common.load_images("digits", 800, 0, CPU)
+    names = ("plain", "double backpropagation", "Jacobian, 1 projection")
+    found = {
+        name: runs[0] for name, runs in example.experiment(data, 15, [0], 200, 3, names).items()
+    }
+    plain = found.pop("plain")
+    for one in found.values():
+        assert one.pgd[1] > plain.pgd[1] and one.jacobian < 0.8 * plain.jacobian
+        assert one.clean > plain.clean - 0.05
+
+
+@pytest.mark.parametrize("norm", ["linf", "l2"])
+def test_attacks_stay_in_their_ball_and_raise_the_loss(norm):
+    example = script("robustness")
+    torch.manual_seed(0)
+    net, x, y = example.lenet(8), torch.rand(20, 1, 8, 8), torch.arange(20) % 10
+    loss = torch.nn.functional.cross_entropy
+    for steps in (1, 5):
+        moved = example.attack(net, x, y, 0.1, norm, steps)
+        delta = (moved - x).flatten(1)
+        size = delta.abs().amax(1) if norm == "linf" else delta.norm(dim=1)
+        assert (size <= 0.1 + 1e-6).all() and (moved >= 0).all() and (moved <= 1).all()
+        assert loss(net(moved), y) > loss(net(x), y)
+
+
+def test_linear_radius_is_exact_for_a_linear_network():
+    """Moving by the radius towards the nearest class makes a tie."""
+    example = script("robustness")
+    torch.manual_seed(0)
+    weight, x = torch.randn(10, 6, dtype=torch.float64), torch.randn(30, 6, dtype=torch.float64)
+    out = x @ weight.T
+    labels = out.argmax(1)
+    radius = example.linear_radius(out, labels, weight.expand(30, 10, 6))
+    rows = torch.arange(30)
+    margins = out[rows, labels, None] - out
+    slopes = weight[labels][:, None] - weight
+    scaled = margins / slopes.norm(dim=2).clamp_min(1e-12)
+    scaled[rows, labels] = torch.inf
+    other = scaled.argmin(1)
+    towards = -slopes[rows, other] / slopes[rows, other].norm(dim=1, keepdim=True)
+    tied = (x + radius[:, None] * towards) @ weight.T
+    assert torch.allclose(tied[rows, labels], tied[rows, other])
+    assert (tied.amax(1) <= tied[rows, labels] + 1e-9).all()
+
+
+def test_signed_distance():
+    found = script("signed_distance").experiment(400, 200, 0, CPU)
+    plain, learned = found["points only"], found["eikonal"]
+    assert learned.error < min(0.04, plain.error / 3)
+    assert learned.slope < plain.slope / 3 and learned.surface < 0.02
+
+
+def test_the_true_distance_of_the_curve():
+    """Zero on it, negative inside, and of slope 1 away from it, by central differences."""
+    example = script("signed_distance")
+    on = example.curve(torch.linspace(0, 6, 50))
+    assert example.distance(on).abs().max() < 2e-3
+    assert example.distance(torch.zeros(1, 2)) < 0 < example.distance(torch.ones(1, 2))
+    x = torch.tensor([[0.9, 0.8], [-0.95, 0.3], [0.1, -0.95]])
+    step = 0.02 * torch.eye(2)
+    slopes = [(example.distance(x + e) - example.distance(x - e)) / 0.04 for e in step]
+    assert torch.allclose(torch.stack(slopes).norm(dim=0), torch.ones(3), atol=0.01)
+
+
+def test_sobolev():
+    found = script("sobolev").experiment(400, (16,), [0], CPU)[16]
+    assert found["with"][0].value < 0.6 * found["without"][0].value
+    assert found["with"][0].gradient < 0.7 * found["without"][0].gradient
+
+
+def test_sobolev_targets_are_the_gradient():
+    example = script("sobolev")
+    x = torch.rand(20, 2, dtype=torch.float64)
+    value, gradient = example.target(x)
+    step = 1e-5 * torch.eye(2, dtype=torch.float64)
+    for i, e in enumerate(step):
+        difference = (example.target(x + e)[0] - example.target(x - e)[0]) / 2e-5
+        assert torch.allclose(difference[:, 0], gradient[:, i], atol=1e-7)
+    assert value.shape == (20, 1)
+
+
 # ----------------------------------------------------------------------------- data and bad input
 
 
