@@ -22,6 +22,7 @@ NAMES = (
     "robustness",
     "signed_distance",
     "sobolev",
+    "flow",
 )
 
 INTRODUCTION = """# Examples

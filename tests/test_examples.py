@@ -166,6 +166,31 @@ def test_sobolev_targets_are_the_gradient():
     assert value.shape == (20, 1)
 
 
+@pytest.mark.parametrize("kind", ["exact trace", "one projection"])
+def test_flow(kind):
+    """Both ways of training come near the truth, and what is learned is a density."""
+    example = script("flow")
+    flow, curve = example.train(kind, 60, 0, CPU)
+    test = example.draw_data(1000, torch.Generator().manual_seed(1))
+    found = example.measure(flow, curve, test, side=60)
+    entropy = -example.log_density(test).mean().item()
+    before = -torch.distributions.Normal(0.0, 1.0).log_prob(test).sum(1).mean().item()
+    assert entropy - 0.05 < found.nats < entropy + 0.4 * (before - entropy)
+    assert abs(found.density.sum().item() * (6 / 59) ** 2 - 1) < 0.03
+    assert abs(found.estimate - found.nats) < 5 * found.deviation / 1000**0.5
+
+
+def test_flow_trace_is_that_of_autograd():
+    example = script("flow")
+    torch.manual_seed(0)
+    flow, x, t = example.Flow(), torch.randn(7, 2), torch.full((1, 1), 0.3)
+    units = [e.expand(7, 2).contiguous() for e in torch.eye(2)]
+    field = flow.form.net
+    jacobians = torch.func.vmap(torch.func.jacrev(lambda one: field(one[None], t)[0]))(x)
+    trace = jacobians.diagonal(dim1=1, dim2=2).sum(1)
+    assert torch.allclose(flow.rate(x, t, units)[1], trace, atol=1e-6)
+
+
 # ----------------------------------------------------------------------------- data and bad input
 
 

@@ -19,7 +19,7 @@ GRID = 60
 
 
 def target(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Franke's function, moved to [−1, 1]², a sum of four bumps, (B, 1), and its gradient, (B, 2)."""
+    """Franke's function, four bumps on [−1, 1]²: (B, 1), and its gradient (B, 2)."""
     with torch.enable_grad():
         x = x.detach().requires_grad_()
         a, b = 4.5 * (x[:, 0] + 1), 4.5 * (x[:, 1] + 1)
