@@ -131,7 +131,7 @@ def test_linear_radius_is_exact_for_a_linear_network():
 
 
 def test_signed_distance():
-    found = script("signed_distance").experiment(400, 200, 0, CPU)
+    found = script("signed_distance").experiment(300, 200, 0, CPU)
     plain, learned = found["points only"], found["eikonal"]
     assert learned.error < min(0.04, plain.error / 3)
     assert learned.slope < plain.slope / 3 and learned.surface < 0.02
