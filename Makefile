@@ -1,5 +1,6 @@
 # make demo   train with and without a penalty, and compare
 # make reproduce   the figures of the paper, under reproduced/
+# make examples   every application in its default size, and the gallery that shows them
 # make test   what CI runs: linters, types, tests
 # make bench  the measurements behind the README's table (a GPU is used when there is one)
 
@@ -9,7 +10,7 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --constraint
 STAMP := .venv/.doubleback
 
 .DELETE_ON_ERROR:
-.PHONY: setup demo reproduce test lint types bench readme clean
+.PHONY: setup demo reproduce examples test lint types bench readme clean
 
 setup: $(STAMP)
 
@@ -26,6 +27,9 @@ demo: $(STAMP)
 
 reproduce: $(STAMP)
 	@$(BIN)/python -m reproduce $(ARGS)
+
+examples: $(STAMP)
+	@$(BIN)/python -m examples $(ARGS)
 
 test: lint types
 	@$(BIN)/python -m pytest -n 2 --dist worksteal -q $(ARGS)
@@ -47,4 +51,4 @@ readme: $(STAMP)
 
 clean:
 	rm -rf .venv build dist .hypothesis .pytest_cache .ruff_cache
-	find src tests benchmarks reproduce -name __pycache__ -type d -prune -exec rm -rf {} +
+	find src tests benchmarks reproduce examples -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,88 @@
+"""Run examples in their default size and write the gallery: `python -m examples [NAME …]`.
+
+The README beside this file is made from the pictures and records under gallery/, those of this run
+and those of earlier ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+GALLERY = HERE / "gallery"
+NAMES = (
+    "contractive_autoencoder",
+    "few_examples",
+    "hamiltonian",
+    "robustness",
+    "signed_distance",
+    "sobolev",
+    "flow",
+)
+
+INTRODUCTION = """# Examples
+
+What training with derivatives in the loss is for: one folder each, one short script each. They \
+run from the repository with `pip install -e '.[examples]'`, take under two minutes on two cores, \
+and have `--full` (larger, more seeds), `--seed`, `--device` and `--out`. Those on images take \
+`--data mnist-idx:FOLDER`, which takes longer. What the literature claims is tested, \
+and where it is not seen the page says so.
+
+`make examples` runs all of them and writes this page from the records under `gallery/`.
+"""
+
+
+def sentence(name: str) -> str:
+    """The script's docstring, on one line."""
+    docstring = ast.get_docstring(ast.parse((HERE / name / "__main__.py").read_text())) or ""
+    return " ".join(docstring.split())
+
+
+def section(name: str) -> str:
+    record = json.loads((GALLERY / f"{name}.json").read_text())
+    columns = record["columns"]
+    lines = [
+        f"## {name}",
+        "",
+        sentence(name),
+        "",
+        f"![{record['title']}](gallery/{name}.png)",
+        "",
+        f"{record['title']}.",
+        "",
+        "| " + " | ".join(columns) + " |",
+        "| --- |" + " ---: |" * (len(columns) - 1),
+        *("| " + " | ".join(row) + " |" for row in record["rows"]),
+        "",
+    ]
+    for claim in record["claims"]:
+        lines.append(f"- {'Seen' if claim['seen'] else '**Not seen**'}: {claim['text']}.")
+    lines += [f"- {note}." for note in record["notes"]]
+    return "\n".join([*lines, "", "```bash", f"python -m examples.{name}", "```", ""])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m examples", description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="default: all of them")
+    parser.add_argument("--page-only", action="store_true", help="write the page, run nothing")
+    arguments = parser.parse_args()
+    unknown = sorted(set(arguments.names) - set(NAMES))
+    if unknown:
+        parser.error(f"no such example: {', '.join(unknown)} (there are {', '.join(NAMES)})")
+    for name in () if arguments.page_only else arguments.names or NAMES:
+        command = [sys.executable, "-m", f"examples.{name}", "--out", str(GALLERY)]
+        status = subprocess.run(command, cwd=HERE.parent, check=False).returncode
+        if status:
+            return status
+    made = [name for name in NAMES if (GALLERY / f"{name}.json").is_file()]
+    (HERE / "README.md").write_text("\n".join([INTRODUCTION, *map(section, made)]))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

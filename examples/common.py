@@ -1,0 +1,304 @@
+"""What the examples share: arguments, data, the table, the figure, and the report."""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import math
+import statistics
+import struct
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")  # figures go to files, also where there is no display
+
+import numpy as np
+import torch
+from matplotlib import pyplot as plt
+from matplotlib.figure import Figure
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from doubleback import DoublebackError
+
+INK, BLUE, ORANGE, GREEN, RED, PURPLE, GREY = (
+    "#22272e", "#2563a8", "#e07b21", "#2f8f5b", "#c63d3d", "#7b4fa3", "#9aa3ad",
+)  # fmt: skip
+LARGEST = 150_000  # bytes of a figure in the gallery
+
+
+class UsageError(DoublebackError):
+    """What was asked for cannot be run."""
+
+
+# ------------------------------------------------------------------------------------- reports
+
+
+@dataclass
+class Report:
+    """What an example found: a table, statements that hold or do not, a figure."""
+
+    title: str
+    columns: Sequence[str]
+    rows: list[Sequence[str]]
+    figure: Figure
+    claims: list[tuple[bool, str]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    numbers: dict[str, Any] = field(default_factory=dict)  # what the table was made from
+
+    def claim(self, holds: bool, seen: str, otherwise: str) -> None:
+        """State `seen` where it holds, and plainly `otherwise` where it does not."""
+        self.claims.append((bool(holds), seen if holds else otherwise))
+
+    def show(self, console: Console) -> None:
+        table = Table(box=box.SIMPLE_HEAD, title=self.title, title_justify="left")
+        for i, name in enumerate(self.columns):
+            table.add_column(name, justify="right" if i else "left")
+        for row in self.rows:
+            table.add_row(*row)
+        console.print(table)
+        for holds, text in self.claims:
+            console.print(f"{'seen' if holds else 'NOT SEEN'}: {text}", style=None)
+        for text in self.notes:
+            console.print(f"note: {text}")
+
+    def write(self, folder: Path, name: str, settings: dict[str, Any]) -> list[Path]:
+        """NAME.png and NAME.json under `folder`."""
+        picture, record = folder / f"{name}.png", folder / f"{name}.json"
+        save(self.figure, picture)
+        written = {
+            "title": self.title,
+            "settings": settings,
+            "columns": list(self.columns),
+            "rows": [list(row) for row in self.rows],
+            "claims": [{"seen": holds, "text": text} for holds, text in self.claims],
+            "notes": self.notes,
+            "numbers": self.numbers,
+        }
+        record.write_text(json.dumps(written, indent=1, ensure_ascii=False) + "\n")
+        return [picture, record]
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Write a PNG that is small enough for the gallery, at the highest of a few resolutions."""
+    for dpi in (130, 110, 90, 70):
+        figure.savefig(path, dpi=dpi, facecolor="white", metadata={"Software": None})
+        if path.stat().st_size <= LARGEST:
+            break
+    plt.close(figure)
+
+
+def spread(values: Sequence[float], style: str = "{:.3g}") -> str:
+    """mean ± deviation, or the one value."""
+    mean = style.format(statistics.fmean(values))
+    return f"{mean} ± {style.format(statistics.stdev(values))}" if len(values) > 1 else mean
+
+
+# ------------------------------------------------------------------------------------ figures
+
+
+def style() -> None:
+    """The gallery's fonts, colours and spines."""
+    plt.rcParams.update(
+        {
+            "font.size": 9,
+            "axes.titlesize": 10,
+            "axes.titleweight": "bold",
+            "axes.titlelocation": "left",
+            "axes.spines.top": False,
+            "axes.spines.right": False,
+            "axes.edgecolor": INK,
+            "axes.labelcolor": INK,
+            "text.color": INK,
+            "xtick.color": INK,
+            "ytick.color": INK,
+            "legend.frameon": False,
+        }
+    )
+
+
+def panels(columns: int, rows: int = 1, width: float = 10, height: float = 3.4, **kwargs: Any):
+    """A figure in the gallery's style, and its axes as a flat list."""
+    style()
+    figure, axes = plt.subplots(
+        rows, columns, figsize=(width, height), layout="constrained", squeeze=False, **kwargs
+    )
+    return figure, list(axes.flat)
+
+
+def picture(axis: Any, values: Any, cmap: str = "gray_r", **kwargs: Any) -> None:
+    """An image without ticks or frame."""
+    axis.imshow(np.asarray(values), cmap=cmap, interpolation="nearest", **kwargs)
+    axis.set_xticks([])
+    axis.set_yticks([])
+    axis.spines[:].set_visible(False)
+
+
+# ---------------------------------------------------------------------------------------- data
+
+
+@dataclass(frozen=True)
+class Images:
+    """Images (N, 1, H, W) in [0, 1] and labels (N,), split into training and test."""
+
+    train: tuple[Tensor, Tensor]
+    test: tuple[Tensor, Tensor]
+    name: str
+
+    @property
+    def side(self) -> int:
+        return self.train[0].shape[-1]
+
+
+def load_images(source: str, train: int | None, seed: int, device: torch.device) -> Images:
+    """`digits` (1797 images of 8×8) or `mnist-idx:FOLDER`, shuffled, the first `train` for
+    training (None: two thirds)."""
+    images, labels, name = _mnist(source) if source != "digits" else _digits()
+    if train is None:
+        train = 2 * len(labels) // 3
+    if train >= len(labels):
+        raise UsageError(f"--data {source}: {len(labels)} images are too few to train on {train}")
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
+    images, labels = images[order].to(device), labels[order].to(device)
+    return Images((images[:train], labels[:train]), (images[train:], labels[train:]), name)
+
+
+def _digits() -> tuple[Tensor, Tensor, str]:
+    from sklearn.datasets import load_digits
+
+    images, labels = load_digits(return_X_y=True)
+    pixels = torch.tensor(images, dtype=torch.float32).reshape(-1, 1, 8, 8) / 16
+    return pixels, torch.tensor(labels, dtype=torch.long), "scikit-learn's digits, 8×8"
+
+
+def _mnist(source: str) -> tuple[Tensor, Tensor, str]:
+    kind, _, where = source.partition(":")
+    if kind != "mnist-idx" or not where:
+        raise UsageError(f"--data {source}: choose `digits` or `mnist-idx:FOLDER`")
+    folder = Path(where)
+    if not folder.is_dir():
+        raise UsageError(f"--data {source}: there is no folder {folder}")
+    images = read_idx(_idx_file(folder, "images-idx3-ubyte"))
+    labels = read_idx(_idx_file(folder, "labels-idx1-ubyte"))
+    if images.ndim != 3 or labels.ndim != 1 or len(images) != len(labels):
+        raise UsageError(
+            f"--data {source}: images of shape {images.shape} do not go with labels of shape "
+            f"{labels.shape}"
+        )
+    pixels = torch.from_numpy(images.astype(np.float32) / 255)[:, None]
+    return pixels, torch.from_numpy(labels.astype(np.int64)), f"MNIST, {len(labels)} images, 28×28"
+
+
+def _idx_file(folder: Path, ending: str) -> Path:
+    for prefix in ("train", "t10k"):
+        for suffix in ("", ".gz"):
+            path = folder / f"{prefix}-{ending}{suffix}"
+            if path.is_file():
+                return path
+    raise UsageError(f"{folder} has no file train-{ending} or t10k-{ending} (nor with .gz)")
+
+
+def read_idx(path: Path) -> np.ndarray:
+    """An idx file of bytes: two zeros, the type 8, the number of axes, their sizes, the data."""
+    try:
+        raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    except (OSError, EOFError) as error:
+        raise UsageError(f"{path} cannot be read: {error}") from error
+    if len(raw) < 4 or raw[:3] != b"\0\0\x08" or not 1 <= raw[3] <= 3:
+        raise UsageError(f"{path} is not an idx file of bytes")
+    header = 4 + 4 * raw[3]
+    if len(raw) < header:
+        raise UsageError(f"{path} is truncated: its header has {header} bytes, {len(raw)} are here")
+    shape = struct.unpack(f">{raw[3]}I", raw[4:header])
+    wanted = header + math.prod(shape)
+    if len(raw) != wanted:
+        kind = "truncated" if len(raw) < wanted else "too long"
+        raise UsageError(f"{path} is {kind}: {wanted} bytes are announced, {len(raw)} are here")
+    return np.frombuffer(raw, np.uint8, offset=header).reshape(shape)
+
+
+def batches(count: int, size: int, generator: torch.Generator) -> Iterator[Tensor]:
+    """The rows of one epoch, shuffled; a last batch that is not full is left out."""
+    rows = torch.randperm(count, generator=generator)
+    for start in range(0, count - size + 1, size):
+        yield rows[start : start + size]
+
+
+# ------------------------------------------------------------------------------------- command
+
+
+def main(
+    name: str,
+    description: str,
+    run: Callable[[argparse.Namespace], Report],
+    argv: Sequence[str] | None = None,
+    *,
+    data: bool = False,
+) -> int:
+    """Parse, run, print, write. Exit status 2 and one line on stderr for what cannot be run."""
+    parser = argparse.ArgumentParser(prog=f"python -m examples.{name}", description=description)
+    parser.add_argument("--full", action="store_true", help="the large size, for an hour at most")
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="default: %(default)s")
+    parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, …; default: cpu")
+    parser.add_argument(
+        "--out", default="gallery", metavar="FOLDER", help="for the figure; default: %(default)s"
+    )
+    if data:
+        parser.add_argument(
+            "--data",
+            default="digits",
+            metavar="SOURCE",
+            help="digits (default) or mnist-idx:FOLDER",
+        )
+    arguments = parser.parse_args(argv)
+    width = None if sys.stdout.isatty() else 160
+    console = Console(highlight=False, soft_wrap=True, width=width)
+    try:
+        arguments.device = _device(arguments.device)
+        folder = _folder(arguments.out)
+        torch.manual_seed(arguments.seed)
+        start = time.perf_counter()
+        report = run(arguments)
+        report.show(console)
+        settings = {"full": arguments.full, "seed": arguments.seed}
+        if data:
+            settings["data"] = arguments.data.partition(":")[0]
+        for path in report.write(folder, name, settings):
+            console.print(f"written: {path}")
+        console.print(f"{time.perf_counter() - start:.0f} s")
+        return 0
+    except DoublebackError as error:
+        print(f"examples.{name}: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise UsageError(f"--device {name}: no such device") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UsageError(f"--device {name}: this PyTorch finds no CUDA device; leave --device out")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise UsageError(f"--device {name}: there are {torch.cuda.device_count()} CUDA devices")
+    if device.type not in ("cpu", "cuda"):
+        raise UsageError(f"--device {name}: the examples run on cpu or cuda")
+    return device
+
+
+def _folder(name: str) -> Path:
+    folder = Path(name)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--out {name}: cannot be made a folder ({error.strerror})") from error
+    return folder

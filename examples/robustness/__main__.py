@@ -1,0 +1,280 @@
+"""Penalties on the input gradient and the Jacobian make a classifier robust: LeNet under FGSM and
+PGD, against plain training, weight decay and adversarial training."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import doubleback as db
+from examples import common
+
+# ε of the attacks: pixels lie in [0, 1]; images of 8×8 have fewer pixels to share an ℓ₂ step
+EPSILONS = {8: {"linf": (0.05, 0.1, 0.2), "l2": (0.3, 0.6, 1.0)},
+            28: {"linf": (0.05, 0.1, 0.2), "l2": (0.5, 1.0, 2.0)}}  # fmt: skip
+BATCH = 100
+
+
+@dataclass(frozen=True)
+class Method:
+    name: str
+    penalty: Any = None  # one of doubleback's
+    weight: float = 0.0
+    decay: float = 0.0
+    attack: float = 0.0  # ε of adversarial training
+
+
+def methods() -> tuple[Method, ...]:
+    return (
+        Method("plain"),
+        Method("weight decay", decay=0.5),
+        Method("double backpropagation", db.LossGradient("cross_entropy"), 1.0),
+        Method("Jacobian, exact", db.Jacobian(), 0.03),
+        Method("Jacobian, 1 projection", db.Jacobian(projections=1), 0.03),
+        Method("spectral norm", db.SpectralNorm(iterations=1), 0.2),
+        Method("adversarial training", attack=0.1),
+    )
+
+
+def lenet(side: int) -> nn.Module:
+    """LeNet's two convolutions and its dense layers with tanh; small images are pooled once."""
+    pool = 2 if side >= 20 else 1
+    left = (side // pool // 2) ** 2
+    return nn.Sequential(
+        nn.Conv2d(1, 6, 5, padding=2), nn.Tanh(), nn.AvgPool2d(pool),
+        nn.Conv2d(6, 16, 5, padding=2), nn.Tanh(), nn.AvgPool2d(2),
+        nn.Flatten(), nn.Linear(16 * left, 84), nn.Tanh(), nn.Linear(84, 10),
+    )  # fmt: skip
+
+
+def attack(net: nn.Module, x: Tensor, y: Tensor, size: float, norm: str, steps: int) -> Tensor:
+    """Projected gradient ascent of the loss in the ball of radius `size`; one step is FGSM."""
+    rate = size if steps == 1 else 2.5 * size / steps
+    moved = x.clone()
+    for _ in range(steps):
+        moved.requires_grad_()
+        (g,) = torch.autograd.grad(F.cross_entropy(net(moved), y, reduction="sum"), moved)
+        with torch.no_grad():
+            if norm == "linf":
+                delta = (moved + rate * g.sign() - x).clamp(-size, size)
+            else:
+                length = g.flatten(1).norm(dim=1).clamp_min(1e-12)[:, None, None, None]
+                delta = moved + rate * g / length - x
+                length = delta.flatten(1).norm(dim=1).clamp_min(1e-12)[:, None, None, None]
+                delta = delta * (size / length).clamp(max=1)
+            moved = (x + delta).clamp(0, 1)
+    return moved.detach()
+
+
+def train(method: Method, data: common.Images, epochs: int, seed: int) -> nn.Module:
+    images, labels = data.train
+    torch.manual_seed(seed)
+    net = lenet(data.side).to(images.device)
+    model = None if method.penalty is None else db.Penalised(net, method.penalty)
+    optimiser = torch.optim.AdamW(net.parameters(), weight_decay=method.decay)
+    steps = epochs * (len(labels) // BATCH)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, 4e-3, steps)
+    shuffle = torch.Generator().manual_seed(seed)
+    for _ in range(epochs):
+        for rows in common.batches(len(labels), BATCH, shuffle):
+            x, y = images[rows], labels[rows]
+            if method.attack:
+                x = attack(net, x, y, method.attack, "linf", 5)
+            optimiser.zero_grad()
+            if model is None:
+                F.cross_entropy(net(x), y).backward()
+            else:
+                shared = isinstance(method.penalty, db.LossGradient)
+                loss = None if shared else "cross_entropy"
+                model.accumulate(x, y, loss=loss, weight=method.weight)
+            optimiser.step()
+            schedule.step()
+    return net
+
+
+@dataclass(frozen=True)
+class Found:
+    clean: float
+    fgsm: tuple[float, ...]  # accuracy for each ε of ℓ∞
+    pgd: tuple[float, ...]
+    pgd_l2: tuple[float, ...]
+    jacobian: float  # mean ‖J‖_F on test images
+    radius: float  # median ℓ₂ distance to another class, were the network linear
+
+
+def measure(net: nn.Module, data: common.Images, count: int, steps: int) -> Found:
+    for parameter in net.parameters():
+        parameter.requires_grad_(False)
+    x, y = data.test
+    few, truth = x[:count], y[:count]
+
+    def accuracy(images: Tensor, labels: Tensor) -> float:
+        return (net(images).argmax(1) == labels).float().mean().item()
+
+    def under(norm: str, steps: int) -> tuple[float, ...]:
+        sizes = EPSILONS[data.side][norm]
+        return tuple(accuracy(attack(net, few, truth, e, norm, steps), truth) for e in sizes)
+
+    jacobian = torch.func.vmap(torch.func.jacrev(lambda one: net(one[None])[0]))(few).flatten(2)
+    return Found(
+        clean=accuracy(x, y),
+        fgsm=under("linf", 1),
+        pgd=under("linf", steps),
+        pgd_l2=under("l2", steps),
+        jacobian=jacobian.flatten(1).norm(dim=1).mean().item(),
+        radius=linear_radius(net(few), truth, jacobian).median().item(),
+    )
+
+
+def linear_radius(out: Tensor, labels: Tensor, jacobian: Tensor) -> Tensor:
+    """How far x may move in ℓ₂ before another class wins, were the network linear from here on:
+    min over k of (out_y − out_k) / ‖J_y − J_k‖, 0 where the class is wrong already."""
+    rows = torch.arange(len(out), device=out.device)
+    margin = out[rows, labels, None] - out
+    slope = (jacobian[rows, labels, None] - jacobian).norm(dim=2)
+    radius = torch.where(slope > 0, margin / slope.clamp_min(1e-12), torch.inf)
+    radius[rows, labels] = torch.inf
+    return radius.amin(1).clamp_min(0)
+
+
+def experiment(
+    data: common.Images, epochs: int, seeds: list[int], count: int, steps: int,
+    names: tuple[str, ...] | None = None,
+) -> dict[str, list[Found]]:  # fmt: skip
+    found: dict[str, list[Found]] = {}
+    for method in methods():
+        if names is None or method.name in names:
+            found[method.name] = [
+                measure(train(method, data, epochs, s), data, count, steps) for s in seeds
+            ]
+    return found
+
+
+def average(runs: list[Found], value: str, place: int | None = None) -> float:
+    values = (getattr(r, value) for r in runs)
+    return statistics.fmean(v if place is None else v[place] for v in values)
+
+
+COLOURS = (
+    common.INK, common.GREY, common.BLUE, common.GREEN, "#7fc29b", common.PURPLE, common.ORANGE,
+)  # fmt: skip
+
+
+def draw(found: dict[str, list[Found]], side: int):
+    figure, (left, middle, right) = common.panels(3, width=12, height=3.7)
+    for (name, runs), colour in zip(found.items(), COLOURS, strict=True):
+        for axis, norm, value in ((left, "linf", "pgd"), (middle, "l2", "pgd_l2")):
+            sizes = (0.0, *EPSILONS[side][norm])
+            curve = [average(runs, "clean")]
+            curve += [average(runs, value, i) for i in range(len(sizes) - 1)]
+            ls = "-" if name not in ("plain", "weight decay") else "--"
+            axis.plot(sizes, [100 * a for a in curve], color=colour, lw=2, ls=ls, label=name)
+        right.scatter(
+            average(runs, "jacobian"), 100 * average(runs, "pgd", 1), color=colour, s=60, zorder=3
+        )
+    left.set(title="PGD in ℓ∞", xlabel="ε", ylabel="accuracy, %", ylim=(0, 101))
+    middle.set(title="PGD in ℓ₂", xlabel="ε", ylim=(0, 101))
+    size = EPSILONS[side]["linf"][1]
+    right.set(title=f"Slope and accuracy under PGD, ε = {size}", xscale="log", ylim=(0, 101))
+    right.set(xlabel="mean ‖∂out/∂x‖_F on test images")
+    lowest, highest = right.get_xlim()
+    ticks = [t for t in (0.5, 1, 2, 5, 10, 20, 50, 100) if lowest <= t <= highest]
+    right.minorticks_off()
+    right.set_xticks(ticks, [f"{t:g}" for t in ticks])
+    left.set_xticks((0.0, *EPSILONS[side]["linf"]))
+    middle.set_xticks((0.0, *EPSILONS[side]["l2"]))
+    figure.legend(
+        *left.get_legend_handles_labels(), loc="outside lower center", ncols=7, fontsize=8
+    )
+    return figure
+
+
+def report(found: dict[str, list[Found]], data: common.Images, steps: int) -> common.Report:
+    sizes = EPSILONS[data.side]
+
+    def percent(runs: list[Found], value: str, place: int | None = None) -> str:
+        values = (getattr(r, value) for r in runs)
+        return common.spread([100 * (v if place is None else v[place]) for v in values], "{:.1f}")
+
+    rows = [
+        (
+            name,
+            percent(runs, "clean"),
+            percent(runs, "fgsm", 1),
+            percent(runs, "pgd", 0),
+            percent(runs, "pgd", 1),
+            percent(runs, "pgd_l2", 1),
+            common.spread([r.jacobian for r in runs], "{:.2f}"),
+            common.spread([r.radius for r in runs], "{:.2f}"),
+        )
+        for name, runs in found.items()
+    ]
+    small, middle = sizes["linf"][:2]
+    pgd = f"PGD-{steps}"
+    columns = ("training", "clean %", f"FGSM {middle} %", f"{pgd} ℓ∞ {small} %",
+               f"{pgd} ℓ∞ {middle} %", f"{pgd} ℓ₂ {sizes['l2'][1]} %", "‖J‖_F",
+               "linear radius")  # fmt: skip
+    made = common.Report(
+        f"LeNet, {len(data.train[1])} training images: {data.name}",
+        columns,
+        rows,
+        draw(found, data.side),
+        numbers={name: [vars(r) for r in runs] for name, runs in found.items()},
+    )
+    plain, exact = found["plain"], found["Jacobian, exact"]
+    fall = average(plain, "jacobian") / average(exact, "jacobian")
+    change = 100 * (average(exact, "clean") - average(plain, "clean"))
+    seen = (
+        f"with the exact Jacobian penalty ‖J‖_F falls {fall:.1f} times and clean accuracy changes "
+        f"by {change:+.1f} points (Hoffman et al., 60,000 images: 32.9 → 1.1, 98.9 → 99.0 %)"
+    )
+    made.claim(fall >= 10 and change >= -0.5, seen, f"not the tenfold fall: {seen}")
+    base = average(plain, "pgd", 1)
+    gains = {
+        name: 100 * (average(found[name], "pgd", 1) - base)
+        for name in ("double backpropagation", "Jacobian, exact", "Jacobian, 1 projection",
+                     "spectral norm")
+    }  # fmt: skip
+    told = ", ".join(f"{name} {gain:+.1f}" for name, gain in gains.items())
+    made.claim(
+        min(gains.values()) > 5,
+        f"every penalty raises accuracy under {pgd}, ε = {middle}, over plain training: {told}",
+        f"not every penalty raises accuracy under {pgd}, ε = {middle}, by 5 points: {told}",
+    )
+    trained = 100 * (average(found["adversarial training"], "pgd", 1) - base)
+    best = max(gains.values())
+    made.claim(
+        best >= trained,
+        f"the best penalty is level with adversarial training ({best:+.1f} against {trained:+.1f})",
+        f"no penalty reaches adversarial training on the attack that it trains for "
+        f"({best:+.1f} against {trained:+.1f} points)",
+    )
+    made.notes.append("the penalties' weights were chosen by hand on these digits, not tuned")
+    made.notes.append(
+        "linear radius: median ℓ₂ distance to the nearest other class of the network linearised at "
+        "the image; it is no certificate, since the network bends"
+    )
+    return made
+
+
+def run(arguments: argparse.Namespace) -> common.Report:
+    mnist = arguments.data != "digits"
+    seeds = [arguments.seed + i for i in range(5 if arguments.full else 1)]
+    steps = 40 if arguments.full else 10
+    data = common.load_images(
+        arguments.data, 8000 if mnist else None, arguments.seed, arguments.device
+    )
+    epochs = (10 if arguments.full else 3) if mnist else (60 if arguments.full else 25)
+    count = len(data.test[1]) if arguments.full else 300
+    return report(experiment(data, epochs, seeds, count, steps), data, steps)
+
+
+if __name__ == "__main__":
+    sys.exit(common.main("robustness", __doc__, run, data=True))

@@ -1,0 +1,290 @@
+"""Each example, run small, shows what it claims; and what cannot be run ends in one line."""
+
+import gzip
+import importlib
+import json
+import struct
+from dataclasses import replace
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+
+from examples import common
+from examples.__main__ import GALLERY, HERE, NAMES, section, sentence
+
+CPU = torch.device("cpu")
+
+
+def script(name: str) -> ModuleType:
+    return importlib.import_module(f"examples.{name}.__main__")
+
+
+def mean(found: list, value: str) -> float:
+    return sum(getattr(f, value) for f in found) / len(found)
+
+
+# ---------------------------------------------------------------------------------- the examples
+
+
+def test_contractive_autoencoder():
+    example = script("contractive_autoencoder")
+    data = common.load_images("digits", None, 1, CPU)
+    found = example.experiment(data, 30, [1])
+    plain, denoising, contractive = (found[name][0] for name in example.NAMES)
+    assert contractive.squared_norm < min(0.75 * plain.squared_norm, denoising.squared_norm)
+    assert contractive.rank < 0.9 * min(plain.rank, denoising.rank)
+    assert contractive.selectivity > max(plain.selectivity, denoising.selectivity)
+    assert contractive.neighbours > 0.95 and contractive.error < 1.5
+
+
+def test_few_examples():
+    example = script("few_examples")
+    trial = example.Trial("digits", 25, CPU)
+    error, slope = trial.run(5, 0.0)
+    penalised_error, penalised_slope = trial.run(5, 0.01)
+    assert trial.run(5, 0.0) == (error, slope)  # nothing is left over from the run in between
+    assert error < 0.25 and penalised_error < error + 0.03
+    assert penalised_slope < 0.8 * slope
+
+
+@pytest.mark.parametrize("gain, seen", [(0.02, True), (0.0, False), (-0.02, False)])
+def test_few_examples_says_plainly_what_was_found(gain, seen):
+    example = script("few_examples")
+    plain = [0.08 + 0.002 * (seed % 5) for seed in range(20)]
+    double = [error - gain + 0.004 * (-1) ** seed for seed, error in enumerate(plain)]
+    curve = {0.0: 0.08, **{w: 0.08 for w in example.WEIGHTS}}
+    found = {
+        "curve": curve, "weight": 0.01, "plain": plain, "double": double, "slopes": [[1.0], [0.5]],
+    }  # fmt: skip
+    report = example.report(found, "made up")
+    common.plt.close(report.figure)
+    assert report.claims[0][0] is seen
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_hamiltonian(number):
+    example = script("hamiltonian")
+    system = replace(example.SYSTEMS[number], horizon=10.0, step=0.1)
+    plain, learned = (example.measure(system, kind, 300, 3, CPU) for kind in (False, True))
+    assert learned.energy < 0.5 * plain.energy and learned.drift < plain.drift
+    assert learned.error < 0.02
+
+
+def test_hamiltonian_energies_give_the_motion():
+    """The field is that of Newton's law, and the integrator keeps the true energy."""
+    pendulum, bodies = script("hamiltonian").SYSTEMS
+    q, p = torch.tensor([0.7]), torch.tensor([-0.3])
+    field = pendulum.field(torch.stack([q, p], dim=1))
+    assert torch.allclose(field, torch.stack([p, -3 * torch.sin(q)], dim=1))
+    start = bodies.start(5, torch.Generator().manual_seed(0))
+    path = script("hamiltonian").follow(bodies.field, start, 5.0, 0.05)
+    assert torch.allclose(bodies.energy(path[-1]), bodies.energy(start), atol=1e-4)
+
+
+def test_robustness():
+    example = script("robustness")
+    data = common.load_images("digits", 800, 0, CPU)
+    names = ("plain", "double backpropagation", "Jacobian, 1 projection")
+    found = {
+        name: runs[0] for name, runs in example.experiment(data, 15, [0], 200, 3, names).items()
+    }
+    plain = found.pop("plain")
+    for one in found.values():
+        assert one.pgd[1] > plain.pgd[1] and one.jacobian < 0.8 * plain.jacobian
+        assert one.clean > plain.clean - 0.05
+
+
+@pytest.mark.parametrize("norm", ["linf", "l2"])
+def test_attacks_stay_in_their_ball_and_raise_the_loss(norm):
+    example = script("robustness")
+    torch.manual_seed(0)
+    net, x, y = example.lenet(8), torch.rand(20, 1, 8, 8), torch.arange(20) % 10
+    loss = torch.nn.functional.cross_entropy
+    for steps in (1, 5):
+        moved = example.attack(net, x, y, 0.1, norm, steps)
+        delta = (moved - x).flatten(1)
+        size = delta.abs().amax(1) if norm == "linf" else delta.norm(dim=1)
+        assert (size <= 0.1 + 1e-6).all() and (moved >= 0).all() and (moved <= 1).all()
+        assert loss(net(moved), y) > loss(net(x), y)
+
+
+def test_linear_radius_is_exact_for_a_linear_network():
+    """Moving by the radius towards the nearest class makes a tie."""
+    example = script("robustness")
+    torch.manual_seed(0)
+    weight, x = torch.randn(10, 6, dtype=torch.float64), torch.randn(30, 6, dtype=torch.float64)
+    out = x @ weight.T
+    labels = out.argmax(1)
+    radius = example.linear_radius(out, labels, weight.expand(30, 10, 6))
+    rows = torch.arange(30)
+    margins = out[rows, labels, None] - out
+    slopes = weight[labels][:, None] - weight
+    scaled = margins / slopes.norm(dim=2).clamp_min(1e-12)
+    scaled[rows, labels] = torch.inf
+    other = scaled.argmin(1)
+    towards = -slopes[rows, other] / slopes[rows, other].norm(dim=1, keepdim=True)
+    tied = (x + radius[:, None] * towards) @ weight.T
+    assert torch.allclose(tied[rows, labels], tied[rows, other])
+    assert (tied.amax(1) <= tied[rows, labels] + 1e-9).all()
+
+
+def test_signed_distance():
+    found = script("signed_distance").experiment(300, 200, 0, CPU)
+    plain, learned = found["points only"], found["eikonal"]
+    assert learned.error < min(0.04, plain.error / 3)
+    assert learned.slope < plain.slope / 3 and learned.surface < 0.02
+
+
+def test_the_true_distance_of_the_curve():
+    """Zero on it, negative inside, and of slope 1 away from it, by central differences."""
+    example = script("signed_distance")
+    on = example.curve(torch.linspace(0, 6, 50))
+    assert example.distance(on).abs().max() < 2e-3
+    assert example.distance(torch.zeros(1, 2)) < 0 < example.distance(torch.ones(1, 2))
+    x = torch.tensor([[0.9, 0.8], [-0.95, 0.3], [0.1, -0.95]])
+    step = 0.02 * torch.eye(2)
+    slopes = [(example.distance(x + e) - example.distance(x - e)) / 0.04 for e in step]
+    assert torch.allclose(torch.stack(slopes).norm(dim=0), torch.ones(3), atol=0.01)
+
+
+def test_sobolev():
+    found = script("sobolev").experiment(400, (16,), [0], CPU)[16]
+    assert found["with"][0].value < 0.6 * found["without"][0].value
+    assert found["with"][0].gradient < 0.7 * found["without"][0].gradient
+
+
+def test_sobolev_targets_are_the_gradient():
+    example = script("sobolev")
+    x = torch.rand(20, 2, dtype=torch.float64)
+    value, gradient = example.target(x)
+    step = 1e-5 * torch.eye(2, dtype=torch.float64)
+    for i, e in enumerate(step):
+        difference = (example.target(x + e)[0] - example.target(x - e)[0]) / 2e-5
+        assert torch.allclose(difference[:, 0], gradient[:, i], atol=1e-7)
+    assert value.shape == (20, 1)
+
+
+@pytest.mark.parametrize("kind", ["exact trace", "one projection"])
+def test_flow(kind):
+    """Both ways of training come near the truth, and what is learned is a density."""
+    example = script("flow")
+    flow, curve = example.train(kind, 60, 0, CPU)
+    test = example.draw_data(1000, torch.Generator().manual_seed(1))
+    found = example.measure(flow, curve, test, side=60)
+    entropy = -example.log_density(test).mean().item()
+    before = -torch.distributions.Normal(0.0, 1.0).log_prob(test).sum(1).mean().item()
+    assert entropy - 0.05 < found.nats < entropy + 0.4 * (before - entropy)
+    assert abs(found.density.sum().item() * (6 / 59) ** 2 - 1) < 0.03
+    assert abs(found.estimate - found.nats) < 5 * found.deviation / 1000**0.5
+
+
+def test_flow_trace_is_that_of_autograd():
+    example = script("flow")
+    torch.manual_seed(0)
+    flow, x, t = example.Flow(), torch.randn(7, 2), torch.full((1, 1), 0.3)
+    units = [e.expand(7, 2).contiguous() for e in torch.eye(2)]
+    field = flow.form.net
+    jacobians = torch.func.vmap(torch.func.jacrev(lambda one: field(one[None], t)[0]))(x)
+    trace = jacobians.diagonal(dim1=1, dim2=2).sum(1)
+    assert torch.allclose(flow.rate(x, t, units)[1], trace, atol=1e-6)
+
+
+# ----------------------------------------------------------------------------- data and bad input
+
+
+def write_mnist(folder, images: np.ndarray, labels: np.ndarray, pack=gzip.compress) -> None:
+    head = struct.pack(">4B3I", 0, 0, 8, 3, *images.shape)
+    ending = ".gz" if pack is gzip.compress else ""
+    (folder / f"t10k-images-idx3-ubyte{ending}").write_bytes(pack(head + images.tobytes()))
+    head = struct.pack(">4BI", 0, 0, 8, 1, len(labels))
+    (folder / f"t10k-labels-idx1-ubyte{ending}").write_bytes(pack(head + labels.tobytes()))
+
+
+@pytest.mark.parametrize("pack", [gzip.compress, bytes])
+def test_idx_files_are_read(tmp_path, pack):
+    generator = np.random.default_rng(0)
+    images = generator.integers(0, 256, (6, 5, 5), dtype=np.uint8)
+    labels = np.arange(6, dtype=np.uint8)
+    write_mnist(tmp_path, images, labels, pack)
+    data = common.load_images(f"mnist-idx:{tmp_path}", 4, 0, CPU)
+    seen, truth = torch.cat([data.train[0], data.test[0]]), torch.cat([data.train[1], data.test[1]])
+    assert sorted(truth.tolist()) == list(range(6)) and len(data.train[1]) == 4
+    assert torch.equal((seen[:, 0] * 255).round().byte(), torch.from_numpy(images)[truth])
+
+
+def bad_input(folder) -> dict[str, tuple[list[str], str]]:
+    """Case → arguments, and what the line must say."""
+    images, labels = np.zeros((6, 5, 5), np.uint8), np.zeros(6, np.uint8)
+    for name in ("truncated", "cut", "short", "empty", "other"):
+        (folder / name).mkdir()
+    write_mnist(folder / "truncated", images, labels, bytes)
+    path = folder / "truncated" / "t10k-images-idx3-ubyte"
+    path.write_bytes(path.read_bytes()[:-7])
+    write_mnist(folder / "cut", images, labels)
+    path = folder / "cut" / "t10k-images-idx3-ubyte.gz"
+    path.write_bytes(path.read_bytes()[:-9])
+    write_mnist(folder / "short", images, labels[:5], bytes)
+    write_mnist(folder / "other", images, labels, bytes)
+    (folder / "other" / "t10k-images-idx3-ubyte").write_bytes(b"\x89PNG and so on")
+    (folder / "file").touch()
+    return {
+        "missing": (["--data", f"mnist-idx:{folder}/nowhere"], "there is no folder"),
+        "empty": (["--data", f"mnist-idx:{folder}/empty"], "has no file"),
+        "truncated": (["--data", f"mnist-idx:{folder}/truncated"], "truncated"),
+        "cut": (["--data", f"mnist-idx:{folder}/cut"], "cannot be read"),
+        "short": (["--data", f"mnist-idx:{folder}/short"], "do not go with labels"),
+        "other": (["--data", f"mnist-idx:{folder}/other"], "not an idx file"),
+        "source": (["--data", "cifar"], "mnist-idx:FOLDER"),
+        "device": (["--device", "teapot"], "no such device"),
+        "cuda": (["--device", "cuda:99"], "CUDA"),
+        "out": (["--out", f"{folder}/file"], "cannot be made a folder"),
+    }
+
+
+CASES = (
+    "missing", "empty", "truncated", "cut", "short", "other", "source", "device", "cuda", "out",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_bad_input_is_one_line(case, tmp_path, capsys):
+    given, said = bad_input(tmp_path)[case]
+    example = script("contractive_autoencoder")
+    given = given if "--out" in given else [*given, "--out", str(tmp_path / "out")]
+    status = common.main("contractive_autoencoder", "", example.run, given, data=True)
+    printed = capsys.readouterr()
+    assert status == 2 and not printed.out
+    assert printed.err.count("\n") == 1 and said in printed.err
+
+
+def test_a_report_is_printed_and_written(tmp_path, capsys):
+    def run(arguments):
+        figure, (axis,) = common.panels(1)
+        axis.plot([0, 1])
+        report = common.Report("title", ("name", "value"), [("a", "1.0")], figure)
+        report.claim(True, "held", "did not hold")
+        report.claim(False, "held", "failed plainly")
+        return report
+
+    assert common.main("made_up", "", run, ["--out", str(tmp_path), "--seed", "3"]) == 0
+    printed = capsys.readouterr().out
+    assert "seen: held" in printed and "NOT SEEN: failed plainly" in printed
+    record = json.loads((tmp_path / "made_up.json").read_text())
+    assert record["settings"]["seed"] == 3 and record["claims"][1]["seen"] is False
+    assert (tmp_path / "made_up.png").read_bytes().startswith(b"\x89PNG")
+
+
+# ------------------------------------------------------------------------------------ the gallery
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_gallery_is_that_of_the_records(name):
+    assert section(name) in (HERE / "README.md").read_text()
+    assert (GALLERY / f"{name}.png").stat().st_size <= common.LARGEST
+    assert sentence(name).endswith(".")
+
+
+def test_every_example_is_in_the_gallery():
+    assert {path.parent.name for path in HERE.glob("*/__main__.py")} == set(NAMES)
