@@ -8,6 +8,7 @@ import pkgutil
 import re
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -31,7 +32,10 @@ def test_examples_run(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
     text = page.read_text(encoding="utf-8")
-    namespace: dict = {"__name__": "__main__"}
+    # a module that can be found by its name, as a user's own is: TorchDynamo looks functions up there
+    module = types.ModuleType(f"page_{page.stem.replace('-', '_')}")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    namespace = vars(module)
     for block in BLOCK.finditer(text):
         # Blank lines in front make the line numbers of a traceback those of the page.
         source = "\n" * text[: block.start(1)].count("\n") + block.group(1)

@@ -770,3 +770,13 @@ def test_compiled_accumulate():
     model = db.Penalised(net, db.Jacobian(), compile=True)
     for a, b in zip(step_gradients(model, x, y), expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("penalty", [db.SpectralNorm(2), db.Jacobian()], ids=repr)
+def test_a_rectifier_between_dense_layers(penalty):
+    """Its rule has forms that keep other things; every sweep takes the one of the forward sweep."""
+    net = nn.Sequential(nn.Linear(9, 7), nn.ReLU(), nn.Linear(7, 5))
+    for after in (None, 0):
+        model = db.Penalised(net, penalty, flatten_after=after, strict=True)
+        model(torch.randn(4, 9))[1].backward()
+        assert all(p.grad.isfinite().all() for p in (net[0].weight, net[2].weight))

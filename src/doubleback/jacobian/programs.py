@@ -243,7 +243,9 @@ class SpectralProgram(Phases):
     def build(
         cls, plan: Plan, penalty: SpectralNorm, debug: bool, replay: Replay, carried: dict
     ) -> SpectralProgram:
-        pushing = make_plan(plan.graph, plan.penalised, plan.target, frozenset(), varying_seed=True)
+        pushing = make_plan(
+            plan.graph, plan.penalised, plan.target, frozenset(), varying_seed=True, like=plan
+        )
         return cls(plan, penalty, debug, replay, carried=carried, pushing=pushing)
 
     def first(self, leaves: Mapping[int, Tensor], extra: Sequence[Any], keep: bool = True) -> First:

@@ -159,7 +159,7 @@ def check_input(x: Any) -> None:
 
 
 def _single(graph: Graph) -> int:
-    tensors = [v for v in graph.outputs if isinstance(v, int)]
+    tensors = [v for v in graph.targets if isinstance(v, int)]
     if len(tensors) != 1:
         raise OutputChoiceError(
             f"the network returns {len(tensors)} tensors; wrap it so that it returns one"

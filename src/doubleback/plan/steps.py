@@ -132,12 +132,15 @@ def make_plan(
     *,
     varying_seed: bool,
     recompute: bool = True,
+    like: Plan | None = None,
 ) -> Plan:
     """Decide the four sweeps.
 
     wanted: values whose gradient is asked for (trainable parameters, x where it requires grad);
     varying_seed: whether v depends on the output, so that its tangent enters the head;
-    recompute: whether cotangents are renewed where that is light.
+    recompute: whether cotangents are renewed where that is light;
+    like: a plan over the same graph whose forward sweep this one's sweeps follow, so that each node
+    takes the form of its rule that was chosen there: another would miss what it has saved.
     """
     wanted = frozenset(wanted)
     dependent = _dependent(graph, penalised)
@@ -161,7 +164,11 @@ def make_plan(
     steps = [step_by(n, rules[n.index]) for n in inner]
     for step in steps:
         _check_random(graph, step)
-    steps = tuple(_formed(steps, step_by, lambda v: v in pinned or v not in produced))
+    if like is None:
+        steps = tuple(_formed(steps, step_by, lambda v: v in pinned or v not in produced))
+    else:
+        chosen = {s.node.index: s.rule for s in like.steps}
+        steps = tuple(step_by(s.node, chosen.get(s.node.index, s.rule)) for s in steps)
     read = dict.fromkeys([*(v for n in inner for v in n.inputs), target])
     outer = [v for v in read if v not in produced and v not in penalised]
     effective = tuple(v for v in outer if v in trained)
