@@ -767,6 +767,29 @@ def test_on_autograd_the_library_s_derivatives_stay_until_it_is_gone():
     assert state() == "stock"
 
 
+def test_a_failed_trace_leaves_no_trace():
+    """Its frames hold contexts that would set the gradient mode whenever they are collected."""
+    net, other = nn.Sequential(nn.Linear(3, 4), nn.SiLU(), nn.Linear(4, 1)), mlp()
+
+    def stopped(x):
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            return net(x).sum() if x.sum().item() else x
+
+    def laplacian(x):  # forward over reverse of SiLU, on which Dynamo of torch 2.13 fails
+        return torch.func.vmap(torch.func.hessian(lambda t: net(t).squeeze()))(x).sum()
+
+    agree(compiled(poisson(net)), poisson(net), net.parameters(), torch.randn(4, 3))
+    for fn in (stopped, laplacian):
+        try:
+            compiled(fn)(torch.randn(4, 3))
+        except db.CaptureError as error:
+            assert error.__cause__ is None and error.__context__ is None
+        assert torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu")
+        out, penalty = db.Penalised(other, db.OutputGradient())(torch.randn(4, 3))
+        assert out.requires_grad and penalty.requires_grad
+        laplacian(torch.randn(4, 3)).backward()
+
+
 class Cube(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):

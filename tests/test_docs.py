@@ -32,7 +32,7 @@ def test_examples_run(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
     text = page.read_text(encoding="utf-8")
-    # a module that can be found by its name, as a user's own is: TorchDynamo looks functions up there
+    # a module that can be found by its name, as a user's own: TorchDynamo looks functions up there
     module = types.ModuleType(f"page_{page.stem.replace('-', '_')}")
     monkeypatch.setitem(sys.modules, module.__name__, module)
     namespace = vars(module)

@@ -134,6 +134,26 @@ NAMES: dict[str, tuple[str, str]] = {
         "torch._ops:OpOverload",
         "tells ATen's operators from Python functions in a traced graph",
     ),
+    "dispatch_tls_local_include_set": (
+        "torch._C:_dispatch_tls_local_include_set",
+        "the dispatcher's state, to be as it was once a failed capture is let go of",
+    ),
+    "dispatch_tls_local_exclude_set": (
+        "torch._C:_dispatch_tls_local_exclude_set",
+        "the other half of that state",
+    ),
+    "ForceDispatchKeyGuard": (
+        "torch._C:_ForceDispatchKeyGuard",
+        "holds that state meanwhile",
+    ),
+    "is_fwd_grad_enabled": (
+        "torch._C:_is_fwd_grad_enabled",
+        "forward mode's switch, likewise",
+    ),
+    "set_fwd_grad_enabled": (
+        "torch._C:_set_fwd_grad_enabled",
+        "puts it back",
+    ),
     # ------------------------------------------------------------- Dynamo (slow to import)
     "dynamo_optimize": (
         "torch._dynamo:optimize",

@@ -36,7 +36,7 @@ from ._torch import (
     peek_interpreter_stack,
     pytree,
 )
-from .capture import Surroundings, plain
+from .capture import Surroundings, forget, plain
 from .errors import (
     CaptureError,
     InputError,
@@ -175,11 +175,9 @@ class Compiled:
         """
         try:
             return self._enter(args, kwargs)
-        except CaptureError as error:
-            cause = error.__cause__
-            lacking = "derivative" in str(cause) and supported(torch.__version__)
-            symbols = isinstance(cause, _torch.BackendCompilerFailed)
-            if not lacking and (self._constants or not symbols):
+        except _Refusal as refusal:
+            lacking = refusal.lacking and supported(torch.__version__)
+            if not lacking and (self._constants or not refusal.late):
                 raise
         with patched() if lacking else nullcontext():
             self._constants = self._constants or not lacking
@@ -189,17 +187,22 @@ class Compiled:
         call = _LossCall(args, kwargs)
         stack = _calls()
         stack.append(call)
+        failure, found = None, (None, None)
         try:
             with _torch.dynamo_config.patch(_settings(self._constants)):
-                found = self._function((*args, *kwargs.values()))(self.fn, call.args, call.kwargs)
+                found = self._function((*args, *kwargs.values()))(
+                    self.fn, call.args, call.kwargs, _TOOLS
+                )  # fmt: skip
         except Exception as error:
-            if error is call.error or isinstance(error, CaptureError):
+            if error is call.error:
                 raise
-            if call.error is not None:
-                raise call.error from None
-            raise _reason(self.fn, error) from error
+            failure = error
         finally:
             stack.pop()
+        if failure is not None:
+            refusal = call.error or _Refusal(self.fn, failure)
+            forget(failure)
+            raise refusal
         loss, result = found
         if call.loss is None:  # no operator of PyTorch at all
             _check(loss, torch.is_grad_enabled())
@@ -216,7 +219,8 @@ class Compiled:
             self._surroundings.clear()
             key = self._key(given)
             code = _observed.__code__.replace(co_name=f"call_loss_{next(_count)}")
-            own = FunctionType(code, _observed.__globals__)
+            # Dynamo looks for other functions' globals in the module of their name
+            own = FunctionType(code, _globals(self.fn))
             me = weakref.ref(self)  # Dynamo never forgets a backend
 
             def receive(module: torch.fx.GraphModule, given: Sequence[Any]) -> Callable:
@@ -419,21 +423,22 @@ class _Attached(torch.autograd.Function):
 # --------------------------------------------------------------------- what Dynamo sees
 
 
-def _observed(fn: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+def _observed(fn: Callable, args: tuple, kwargs: dict[str, Any], tools: tuple) -> Any:
     """What Dynamo captures: (the loss, marked; all that fn returns, detached).
 
     Tensors that need no gradient are handed on under another name, so that fn may say
-    `requires_grad_()` of them.
+    `requires_grad_()` of them. It runs among the globals of fn, so it names none of its own.
     """
+    tensor, mark, aliases, detached = tools
     given = [*args, *kwargs.values()]
-    names = _aliases(given)
+    names = aliases(given)
     count = len(args)
     result = fn(*names[:count], **dict(zip(kwargs, names[count:])))  # noqa: B905
     loss = result[0] if isinstance(result, (tuple, list)) and len(result) > 0 else result
     marked = None
-    if isinstance(loss, Tensor):
-        marked = torch.ops.doubleback.mark(loss).detach()
-    return marked, _detached(result)
+    if isinstance(loss, tensor):
+        marked = mark(loss).detach()
+    return marked, detached(result)
 
 
 def _aliases(given: list) -> list:
@@ -464,6 +469,18 @@ def _detached(item: Any) -> Any:
     if isinstance(item, tuple) and hasattr(item, "_fields"):
         return type(item)(*[_detached(part) for part in item])
     return item
+
+
+_TOOLS = (Tensor, torch.ops.doubleback.mark, _aliases, _detached)
+
+
+def _globals(fn: Any) -> dict[str, Any]:
+    """Those of a function, of a method, or of a module's forward."""
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    if not isinstance(fn, (FunctionType, MethodType)):
+        fn = type(fn).forward if isinstance(fn, nn.Module) else type(fn).__call__
+    return getattr(inspect.unwrap(fn), "__globals__", globals())
 
 
 def _first(result: Any) -> Any:
@@ -617,20 +634,30 @@ _FOLDERS = tuple(
 )
 
 
-def _reason(fn: Any, error: BaseException) -> CaptureError:
-    """Why a function is not one graph: the cause, its line, a remedy."""
-    inner = getattr(error, "inner_exception", None) or error
-    lines = [line.strip() for line in str(inner).strip().splitlines() if line.strip()]
-    text = lines[0] if lines else type(inner).__name__
-    told = next((x for x in lines if x.startswith("Explanation:")), None)
-    text += f": {told.removeprefix('Explanation:').strip()}" if told else ""
-    frames: list[Any] = list(getattr(error, "real_stack", None) or ())
-    frames += traceback.extract_tb(error.__traceback__)
-    own = [f for f in frames if not os.path.abspath(f.filename).startswith(_FOLDERS)]
-    where = f"\n  stopped at {os.path.basename(own[-1].filename)}:{own[-1].lineno}" if own else ""
-    hint = next((hint for word, hint in _REMEDIES if word in str(error)), "")
-    remedy = f"\n  Remedy: {hint}." if hint else ""
-    return CaptureError(f"{_name(fn)} cannot be traced as one graph: {text}{where}{remedy}")
+class _Refusal(CaptureError):
+    """Why a function is not one graph: the cause, its line, a remedy.
+
+    lacking: PyTorch has no such derivative; late: Dynamo had a graph of it.
+    """
+
+    def __init__(self, fn: Any, error: BaseException) -> None:
+        self.lacking = "derivative" in str(error)
+        self.late = isinstance(error, _torch.BackendCompilerFailed)
+        inner = getattr(error, "inner_exception", None) or error
+        lines = [line.strip() for line in str(inner).strip().splitlines() if line.strip()]
+        text = lines[0] if lines else type(inner).__name__
+        told = next((x for x in lines if x.startswith("Explanation:")), None)
+        text += f": {told.removeprefix('Explanation:').strip()}" if told else ""
+        frames: list[Any] = list(getattr(error, "real_stack", None) or ())
+        frames += traceback.extract_tb(error.__traceback__)
+        own = [f for f in frames if not os.path.abspath(f.filename).startswith(_FOLDERS)]
+        line = f"{os.path.basename(own[-1].filename)}:{own[-1].lineno}" if own else ""
+        hint = next((hint for word, hint in _REMEDIES if word in str(error)), "")
+        super().__init__(
+            f"{_name(fn)} cannot be traced as one graph: {text}"
+            + (f"\n  stopped at {line}" if line else "")
+            + (f"\n  Remedy: {hint}." if hint else "")
+        )
 
 
 _REMEDIES = (
@@ -645,5 +672,5 @@ _REMEDIES = (
     ("ata dependent", "keep Python's branches and sizes independent of the values of tensors"),
     ("autograd_function_apply", "write it in PyTorch's own operations, or as a custom operator"),
     ("recompile_limit", "pass what changes at every call as a tensor"),
-    ("compiler", 'without a C++ compiler, db.compile(fn, compiler="eager")'),
+    ("C++ compiler", 'without a C++ compiler, db.compile(fn, compiler="eager")'),
 )  # fmt: skip

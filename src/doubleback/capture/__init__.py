@@ -4,6 +4,7 @@ from .arguments import Arguments, choose_output, only_one, plain, requires_grad,
 from .decompositions import stop_gradient
 from .dynamo import capture_of, find_graph
 from .lifting import mark
+from .reasons import forget
 from .surroundings import Surroundings
 
 __all__ = [
@@ -12,6 +13,7 @@ __all__ = [
     "capture_of",
     "choose_output",
     "find_graph",
+    "forget",
     "mark",
     "only_one",
     "plain",

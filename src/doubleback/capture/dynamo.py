@@ -27,7 +27,7 @@ from ..errors import CaptureError, InputError, warn
 from ..graph import Graph
 from .arguments import plain, refuse_distributed, tensors_in
 from .lifting import lift
-from .reasons import reason
+from .reasons import forget, reason
 from .surroundings import Surroundings
 
 Run = Callable[[Graph, Sequence[Any]], Sequence[Any]]
@@ -68,19 +68,24 @@ class Capture:
             raise self.refusal
         box = _Box(run)
         start = monotonic()
+        failure: Exception | None = None
+        result: Any = None
         try:
             with _torch.dynamo_config.patch(_SETTINGS), _modes_off(box):
                 result = self._enter(net, box, args, kwargs)
         except Exception as error:
             if error is box.error:
                 raise
-            inner = getattr(error, "inner_exception", None)
-            if isinstance(inner, InputError):
-                raise inner from None
-            self.refusal = reason(net, error)
-            now = monotonic()
-            self._again = now + PATIENCE * (now - start)
-            raise self.refusal from error
+            failure = error
+        if failure is not None:
+            inner = getattr(failure, "inner_exception", None)
+            refusal = inner if isinstance(inner, InputError) else reason(net, failure)
+            forget(failure)
+            if isinstance(refusal, CaptureError):
+                self.refusal = refusal
+                now = monotonic()
+                self._again = now + PATIENCE * (now - start)
+            raise refusal
         self.refusal = None
         if self.graphs >= MANY and not self._warned:
             self._warned = True

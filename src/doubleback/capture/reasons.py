@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import traceback
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .. import _torch
 from ..errors import CaptureError
 
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__))
@@ -81,3 +83,28 @@ def _line(error: BaseException) -> str | None:
         return f"{os.path.basename(named[-1][0])}:{named[-1][1]}" if named else None
     last = own[-1]
     return f"{os.path.basename(last.filename)}:{last.lineno}: {last.line}"
+
+
+def forget(error: BaseException) -> None:
+    """Let go of a failed trace now. Its frames hold contexts that set PyTorch's state back when
+    they are collected, which must not happen in the midst of something else."""
+    keys = _torch.dispatch_tls_local_include_set(), _torch.dispatch_tls_local_exclude_set()
+    mode, forward = torch.is_grad_enabled(), _torch.is_fwd_grad_enabled()
+    with _torch.ForceDispatchKeyGuard(*keys):
+        _clear(error)
+        gc.collect()
+    torch.set_grad_enabled(mode)
+    _torch.set_fwd_grad_enabled(forward)
+
+
+def _clear(error: BaseException) -> None:
+    """Empty the frames of an exception and of those that it came from."""
+    seen: set[int] = set()
+    stack: list[BaseException | None] = [error]
+    while stack:
+        item = stack.pop()
+        if item is not None and id(item) not in seen:
+            seen.add(id(item))
+            traceback.clear_frames(item.__traceback__)
+            item.__traceback__ = None
+            stack += [item.__cause__, item.__context__, getattr(item, "inner_exception", None)]
