@@ -544,7 +544,7 @@ class Unread(nn.Module):
 @pytest.mark.parametrize("stopped", [True, False])
 def test_inputs_that_the_output_does_not_depend_on(penalty, stopped):
     x, z = torch.randn(3, 6), torch.randn(3, 4)
-    model = db.Penalised(Unread(stopped), penalty, wrt=(0, 1))
+    model = db.Penalised(Unread(stopped), penalty, wrt=(0, 1), allow_unused=True)
     assert db.check(model, x, z).worst <= 1e-10
     for _ in range(4):  # flattened after two
         out, found = model(x, z)

@@ -28,7 +28,7 @@ from ..graph import Graph
 from .arguments import plain, refuse_distributed, tensors_in
 from .lifting import lift
 from .reasons import forget, reason
-from .surroundings import Surroundings
+from .surroundings import Surroundings, global_hooks
 
 Run = Callable[[Graph, Sequence[Any]], Sequence[Any]]
 
@@ -71,7 +71,7 @@ class Capture:
         failure: Exception | None = None
         result: Any = None
         try:
-            with _torch.dynamo_config.patch(_SETTINGS), _modes_off(box):
+            with _torch.dynamo_config.patch(_SETTINGS), _modes_off(box), _trackers_off():
                 result = self._enter(net, box, args, kwargs)
         except Exception as error:
             if error is box.error:
@@ -209,6 +209,22 @@ def _boxes() -> list[_Box]:
     if not hasattr(_local, "boxes"):
         _local.boxes = []
     return _local.boxes
+
+
+@contextmanager
+def _trackers_off() -> Iterator[None]:
+    """A counter of FLOPs hangs hooks on all modules to know which one is running; they are no part
+    of the network, and no graph could hold them."""
+    taken = []
+    for hooks in global_hooks():
+        for key, hook in list(hooks.items()):
+            if getattr(hook, "__module__", "") == "torch.utils.module_tracker":
+                taken.append((hooks, key, hooks.pop(key)))
+    try:
+        yield
+    finally:
+        for hooks, key, hook in taken:
+            hooks[key] = hook
 
 
 class _Quiet:

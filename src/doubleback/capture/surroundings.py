@@ -25,6 +25,11 @@ _GLOBAL_HOOKS = (
 )  # fmt: skip
 
 
+def global_hooks() -> list[dict]:
+    """The tables of hooks that every module calls."""
+    return [getattr(torch.nn.modules.module, name, {}) for name in _GLOBAL_HOOKS]
+
+
 class Surroundings:
     """`key()` changes when something changed that Dynamo does not see."""
 
@@ -37,8 +42,7 @@ class Surroundings:
         ]  # fmt: skip
         self._modules = [ref(module) for module in modules]  # the key is not to keep them alive
         self._places = list(_watched(modules))
-        hooks = torch.nn.modules.module
-        self._hooks = [getattr(hooks, name, {}) for name in _GLOBAL_HOOKS]
+        self._hooks = global_hooks()
 
     def key(self) -> Hashable:
         hooks = tuple([tuple(hook) for hook in self._hooks])
