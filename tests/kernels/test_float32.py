@@ -266,6 +266,8 @@ class Watch(TorchDispatchMode):
         if exact is not None:
             pairs = zip(pytree.tree_leaves(out), pytree.tree_leaves(exact), strict=True)
             for found, wide in pairs:
+                if wide is None:  # a gradient that was not asked for
+                    continue
                 if isinstance(found, Tensor) and found.dtype == torch.float32 and found.numel():
                     self._note(name, given, found, wide)
         return out
