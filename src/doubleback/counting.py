@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import torch
+
 
 @dataclass
 class Operations:
@@ -83,6 +85,8 @@ def folded(seeds: int) -> Iterator[None]:
 
 def counted(forward: int = 0, transpose: int = 0, weight_adjoint: int = 0) -> None:
     """Report executed operations to every open `count_operations` block."""
+    if torch.compiler.is_dynamo_compiling():  # a layer that is captured: its sweeps will count
+        return
     if _active:
         n = _fold[-1]
         done = Operations(n * forward, n * transpose, n * weight_adjoint)

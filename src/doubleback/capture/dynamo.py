@@ -115,7 +115,7 @@ class Capture:
         if found is None:
             self._surroundings = Surroundings(net)
             code = _call.__code__.replace(co_name=f"call_network_{next(_count)}")
-            own = FunctionType(code, _call.__globals__)
+            own = FunctionType(code, dict(_call.__globals__))  # Dynamo adds its own names there
             optimise = _torch.dynamo_optimize(
                 self._receive, nopython=True, guard_fail_fn=self._changed
             )

@@ -66,7 +66,9 @@ def accumulate_on_autograd(
             if not model.penalty.shares(loss):  # whose labels were checked with the penalty's
                 loss.check(out.shape, target)
             value = loss.values(out, target).mean()
-        (value + weight * penalty.sum()).backward()
+        total = value + weight * penalty.sum()
+        if total.requires_grad:  # an output that depends on nothing has no gradient to add
+            total.backward()
     if several():
         average(model.net.parameters())
     found = (result, value, penalty)
