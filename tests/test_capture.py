@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import gc
 import random
 import types
+import weakref
 
 import numpy as np
 import pytest
@@ -544,3 +546,12 @@ def test_a_forward_hook_may_remove_itself():
     with pytest.warns(db.CaptureWarning, match="hook"):
         db.Penalised(net, db.OutputGradient(0))(torch.randn(6, 4))
     assert not net[1]._forward_hooks
+
+
+def test_a_network_that_is_gone_leaves_nothing_behind():
+    net = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1))
+    db.Penalised(net, db.OutputGradient())(torch.randn(3, 4))[1].backward()
+    left = [weakref.ref(t) for t in (net, net[0].weight, dynamo.capture_of(net))]
+    del net
+    gc.collect()
+    assert [r() for r in left] == [None] * 3

@@ -12,6 +12,7 @@ import itertools
 import threading
 import traceback
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from time import monotonic
@@ -116,8 +117,11 @@ class Capture:
             self._surroundings = Surroundings(net)
             code = _call.__code__.replace(co_name=f"call_network_{next(_count)}")
             own = FunctionType(code, dict(_call.__globals__))  # Dynamo adds its own names there
+            me: Any = weakref.ref(self)  # Dynamo never forgets a backend
             optimise = _torch.dynamo_optimize(
-                self._receive, nopython=True, guard_fail_fn=self._changed
+                lambda module, given: me()._receive(module, given),
+                nopython=True,
+                guard_fail_fn=lambda failure: me()._changed(failure),
             )
             found = optimise(own)
             assert found is not None
