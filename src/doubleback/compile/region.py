@@ -40,7 +40,9 @@ class RegionCode:
         self.examples = [n.meta["example_value"] for n in placeholders]
         self.required = [isinstance(t, Tensor) and t.requires_grad for t in self.examples]
         self.obstacle = obstacle(self.module)
-        self.open = [i for i, t in enumerate(self.examples) if isinstance(t, torch.SymInt)]
+        sizes = [(i, t) for i, t in enumerate(self.examples) if isinstance(t, torch.SymInt)]
+        named = {t.node.expr: i for i, t in reversed(sizes) if not t.node.expr.is_number}
+        self.open = sorted(named.values())  # of each open size, where it is given first
         # Python's numbers that change come as tensors, whose item is the number
         self.floats = [i for i, t in enumerate(self.examples) if _memo(t) is not None]
 
@@ -279,7 +281,7 @@ class Stand:
         shapes = [(*t.shape, *t.stride()) for t in code.examples if isinstance(t, Tensor)]
         own = self.numbers[: len(code.open)]
         numbers = iter(code.sizes([n for shape in shapes for n in shape])(*own))
-        symbols = iter(self.numbers)
+        symbols = {code.examples[i].node.expr: n for i, n in zip(code.open, own, strict=False)}
         floats = iter(self.numbers[len(code.open) :])
         found: list[Any] = []
         for i, t in enumerate(code.examples):
@@ -292,7 +294,8 @@ class Stand:
                 if i in code.floats:
                     found[-1].item_memo = next(floats)
             elif isinstance(t, torch.SymInt):
-                found.append(next(symbols))
+                expr = t.node.expr
+                found.append(int(expr) if expr.is_number else symbols[expr])
             else:
                 raise CaptureError(f"an input is a {type(t).__name__}")
         return found
