@@ -265,6 +265,7 @@ class Stand:
         self.numbers = [self._symbol(n, i) for i, n in enumerate(numbers)]
         self.symbols = [n.node.expr for n in self.numbers]
         self._guards: tuple[int, Callable] = (-1, lambda *_: ())
+        self._floats: dict[int, Any] = {}
         self.inputs = self._inputs(code)
         with self.mode:
             self.draws = [d.make(*s) for d, s in zip(code.draws, self._draws(code), strict=True)]
@@ -292,7 +293,8 @@ class Stand:
                         torch.empty_strided(shape, strides, dtype=t.dtype, device=t.device)
                     )
                 if i in code.floats:
-                    found[-1].item_memo = next(floats)
+                    self._floats[i] = next(floats)
+                    found[-1].item_memo = self._floats[i]
             elif isinstance(t, torch.SymInt):
                 expr = t.node.expr
                 found.append(int(expr) if expr.is_number else symbols[expr])
@@ -304,6 +306,12 @@ class Stand:
         own = self.numbers[: len(code.open)]
         numbers = iter(code.sizes([n for d in code.draws for n in d.sizes])(*own))
         return [[next(numbers) for _ in d.sizes] for d in code.draws]
+
+    def floats(self) -> dict[int, Tensor]:
+        """Inputs that stand for Python's numbers, which they remember anew."""
+        for i, number in self._floats.items():
+            self.inputs[i].item_memo = number
+        return {i: self.inputs[i] for i in self._floats}
 
     def fits(self, numbers: Sequence[Any]) -> bool:
         """Whether these answer every question about sizes as the first ones did."""

@@ -55,7 +55,10 @@ class Stage:
         if self.inductor is None:
             clean(module)
             return boxed(module)
-        examples = [n.meta["val"] for n in self.graph.nodes if n.op == "placeholder"]
+        floats = {f"input_{i}": t for i, t in self.stand.floats().items()}
+        examples = [
+            floats.get(n.name, n.meta["val"]) for n in self.graph.nodes if n.op == "placeholder"
+        ]
         context = _torch.TracingContext(self.stand.mode)
         with torch.no_grad(), no_autocast(), _torch.tracing(context):
             return _torch.compile_fx(  # type: ignore[return-value]
@@ -340,7 +343,29 @@ def _cut_off(
         for node in part.graph.nodes:
             if node.op == "placeholder":
                 node.target = node.name
+    _read_floats(late.graph, graph)
     return _once(early.graph), _once(late.graph)
+
+
+def _read_floats(graph: torch.fx.Graph, whole: torch.fx.Graph) -> None:
+    """Python's floats are read from their tensors in each pass: Inductor takes none as an input."""
+    sources = {n.name: n for n in whole.nodes}
+    copies = {sources[n.name]: n for n in graph.nodes if n.op == "placeholder"}
+    floats = [n for n in copies.values() if isinstance(n.meta.get("val"), torch.SymFloat)]
+    first = next((n for n in graph.nodes if n.op != "placeholder"), None)
+    assert first is not None
+
+    def copied(node: torch.fx.Node) -> torch.fx.Node:
+        if node not in copies or copies[node] in floats:
+            for n in node.all_input_nodes:
+                copied(n)
+            with graph.inserting_before(first):
+                copies[node] = graph.node_copy(node, lambda n: copies[n])
+        return copies[node]
+
+    for node in floats:
+        node.replace_all_uses_with(copied(sources[node.name]))
+        graph.erase_node(node)
 
 
 def _cut_at_uses(
@@ -394,7 +419,8 @@ def _extract(
 
 
 def _once(graph: torch.fx.Graph) -> torch.fx.Graph:
-    """Each result once."""
+    """Each result once; floats are read again by whoever needs them."""
     output = graph.output_node()
-    output.args = (tuple(dict.fromkeys(output.args[0])),)  # type: ignore[arg-type]
+    results = [n for n in _results(graph) if not isinstance(n.meta.get("val"), torch.SymFloat)]
+    output.args = (tuple(dict.fromkeys(results)),)
     return graph
