@@ -13,9 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from .capture import Arguments, capture_of, find_graph, only_one, plain, take_apart
+from .counting import counting
 from .errors import CaptureError, InputError, RuleError, refuse_unused, warn
 from .graph import Graph, Meta
-from .plan import Plan, make_plan
+from .penalties import Way
+from .plan import Choice, Plan, choose, make_plan
 from .run import (
     Family,
     FlattenedProgram,
@@ -59,6 +61,10 @@ class Site:
 
 SETTLED = 50  # calls of one size after which it is worth a flat graph of its own
 
+# Where autograd is quicker than sweeps (plan/choice.py), it is taken. Tests are about sweeps, and
+# switch this off.
+CHOOSE = True
+
 
 class CapturedModule(nn.Module):
     """Holds `net`, captures it, and keeps plans and programs by what they depend on."""
@@ -75,6 +81,7 @@ class CapturedModule(nn.Module):
         debug: bool,
         flatten_after: int | None,
         recompute: bool | None,
+        sweeps: bool | None,
     ) -> None:
         super().__init__()
         self.register_load_state_dict_pre_hook(accept_plain_keys)
@@ -94,6 +101,7 @@ class CapturedModule(nn.Module):
         self.debug = debug
         self.flatten_after = flatten_after
         self.recompute = not compile if recompute is None else recompute
+        self.sweeps = sweeps
         self._reset()
 
     def _reset(self) -> None:
@@ -101,6 +109,7 @@ class CapturedModule(nn.Module):
         self._plans: dict[Any, tuple[Graph, Plan]] = {}
         self._families: dict[Any, tuple[Graph, Family]] = {}
         self._programs: dict[Any, Any] = {}
+        self._choices: dict[Any, Choice] = {}
         self._warned = False
         self._refusal: CaptureError | None = None
         self._run: Callable | None = None
@@ -109,7 +118,7 @@ class CapturedModule(nn.Module):
         return {n: v for n, v in self.__dict__.items() if n not in self._transient}
 
     _transient = frozenset(
-        ("_bound", "_plans", "_families", "_programs", "_warned", "_refusal", "_run")
+        ("_bound", "_plans", "_families", "_programs", "_choices", "_warned", "_refusal", "_run")
     )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -146,7 +155,7 @@ class CapturedModule(nn.Module):
     def _through(self, run: Callable, call: Arguments) -> tuple[bool, Any]:
         """(True, what the network returns with `run` in the place of its operations), or False
         where it cannot be captured and has to run on autograd."""
-        if not self._captures(call):
+        if self._chosen(call) or not self._captures(call):
             return False, None
 
         def swept(graph: Graph, inputs: Sequence[Any]) -> Sequence[Any]:
@@ -164,9 +173,44 @@ class CapturedModule(nn.Module):
                 self._refusal = error
                 return False, None
 
-    def _on_autograd(self, run: Callable[[], Any]) -> Any:
-        """The network's call on autograd; it is said once why, after it succeeded."""
-        result = run()
+    # ------------------------------------------------------------------ sweeps or autograd
+
+    def _free_to_choose(self) -> bool:
+        """Whether nobody asked for something that only sweeps can do."""
+        if self.sweeps is not None:
+            return not self.sweeps
+        particular = self.compile_mode or self.strict or self.debug or self.flatten_after is None
+        return CHOOSE and not particular
+
+    def _chosen(self, call: Arguments) -> bool:
+        """Whether this call runs on autograd by choice, as calls of about its size did before."""
+        if self.sweeps is False:
+            return True
+        if not self._choices or not self._free_to_choose() or counting():
+            return False
+        choice = self._choices.get(self._size(call))
+        return choice is not None and choice.autograd
+
+    def _size(self, call: Arguments) -> tuple:
+        """Calls between one power of two and the next count as one size."""
+        sizes = [
+            (t.dtype, t.device, *[n.bit_length() for n in t.shape])
+            for t in call.leaves
+            if isinstance(t, Tensor)
+        ]
+        return self.net.training, torch.is_grad_enabled(), *sizes
+
+    def _choose(self, site: Site) -> None:
+        size = self._size(site.call)
+        if size not in self._choices and self._free_to_choose():
+            remember(self._choices, size, choose(site.graph))
+
+    def _on_autograd(self, run: Callable[[Way], Any], call: Arguments) -> Any:
+        """The network's call on autograd: by choice with PyTorch's own derivatives, else with the
+        library's; in that case it is said once why, after it succeeded."""
+        if self.sweeps is not False and self._chosen(call):
+            return run("bare")
+        result = run("patched")
         if self._refusal is not None and not self._warned:
             self._warned = True
             warn(f"{self._refusal}\n  Until then it runs on autograd.")
@@ -225,6 +269,7 @@ class CapturedModule(nn.Module):
             program = make(self._plan(site, wanted, varying), key[1:])
             if not isinstance(program, OpenProgram):  # which is made in no time
                 remember(self._programs, key, program)
+            self._choose(site)
         if not self.allow_unused:
             self._refuse_unused(site, program.plan)
         return program, state

@@ -5,6 +5,7 @@ from .losses import BinaryCrossEntropy, CrossEntropy, Loss, SquaredError, make_l
 from .many_seeds import MANY_SEEDS, Jacobian, SpectralNorm, slot, unit_vectors
 from .norms import Deviation, Norm, SquaredNorm
 from .one_seed import BilinearForm, Custom, GradientMatch, LossGradient, OutputGradient, Penalty
+from .oracle import Way, derivatives
 
 __all__ = [
     "MANY_SEEDS",
@@ -23,7 +24,9 @@ __all__ = [
     "SpectralNorm",
     "SquaredError",
     "SquaredNorm",
+    "Way",
     "accumulate_on_autograd",
+    "derivatives",
     "make_loss",
     "on_autograd",
     "slot",

@@ -13,17 +13,16 @@ from torch import Tensor
 from .._torch import pytree
 from ..capture import Arguments, choose_output
 from ..errors import refuse_unused
-from ..patch import supported
 from ..run import average, refuse_inside_forward, several
 from .many_seeds import SpectralNorm
-from .oracle import autograd_penalty
+from .oracle import Way, autograd_penalty
 
 if TYPE_CHECKING:
     from ..penalised import Penalised
 
 
-def on_autograd(model: Penalised, call: Arguments, patch: bool = True) -> tuple[Any, Tensor]:
-    """(result of the net, penalty); without `patch` all stock: the oracle."""
+def on_autograd(model: Penalised, call: Arguments, way: Way = "patched") -> tuple[Any, Tensor]:
+    """(result of the net, penalty); "stock" is the oracle."""
 
     def run(x: Sequence[Tensor]) -> Any:
         args, kwargs = call.with_x(x)
@@ -35,31 +34,32 @@ def on_autograd(model: Penalised, call: Arguments, patch: bool = True) -> tuple[
         return out
 
     seeds = None
-    if patch and isinstance(model.penalty, SpectralNorm):
+    if way == "bare":
+        seeds = model.penalty.quick_seeds
+    elif way == "patched" and isinstance(model.penalty, SpectralNorm):
         # a call without gradients leaves v as it was
         carried = model._carried if torch.is_grad_enabled() else dict(model._carried)
         seeds = partial(model.penalty.oracle_seeds, carried=carried)
-    patch = patch and supported(torch.__version__)
     return autograd_penalty(
         run,
         choose,
         call.x,
         model.penalty,
         call.extra,
-        patch=patch,
+        way=way,
         seeds=seeds,
         unused=None if model.allow_unused else partial(refuse_unused, model.wrt),
     )
 
 
 def accumulate_on_autograd(
-    model: Penalised, call: Arguments, loss: Any, target: Any, weight: float, patch: bool = True
+    model: Penalised, call: Arguments, loss: Any, target: Any, weight: float, way: Way = "patched"
 ) -> tuple[Any, Tensor, Tensor]:
     """(result, loss, penalty), their gradients added to the parameters'."""
     if several():
         refuse_inside_forward()
     with torch.enable_grad():
-        result, penalty = on_autograd(model, call, patch)
+        result, penalty = on_autograd(model, call, way)
         out = choose_output(result, model.output)
         value = torch.zeros((), device=out.device)
         if loss is not None:

@@ -6,15 +6,30 @@ Networks that cannot be captured run here; `check` compares against it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .._torch import pytree
-from ..patch import patched
+from ..patch import patched, supported
 from .one_seed import Penalty
+
+Way = Literal["stock", "patched", "bare"]
+
+
+def derivatives(way: Way) -> AbstractContextManager:
+    """Whose second derivatives autograd uses inside. "stock": PyTorch's, with attention on its
+    unfused kernel, the only one that has any; "patched": the library's, fused attention's among
+    them, where this version of PyTorch can be patched; "bare": PyTorch's as they are, for networks
+    that are known to need no others."""
+    if way == "bare":
+        return nullcontext()
+    if way == "patched" and supported(torch.__version__):
+        return patched()
+    return sdpa_kernel(SDPBackend.MATH)
 
 
 def autograd_penalty(
@@ -23,20 +38,19 @@ def autograd_penalty(
     x: Sequence[Tensor],
     penalty: Penalty,
     extra: Sequence[Any],
-    patch: bool = False,
+    way: Way = "stock",
     seeds: Callable[..., Sequence[Tensor]] | None = None,
     unused: Callable[[Tensor], None] | None = None,
 ) -> tuple[Any, Tensor]:
     """(result of the network, penalty), both differentiable as autograd makes them.
 
-    run(x) calls the network, choose(result) picks the penalised output. Attention runs on its
-    unfused kernel, the only one with a second derivative in stock PyTorch. patch: use
-    doubleback's second derivatives instead, fused attention's among them. seeds: in place of the
-    penalty's own `oracle_seeds`. unused: called with an input that the output does not depend on.
+    run(x) calls the network, choose(result) picks the penalised output. way: see `derivatives`.
+    seeds: in place of the penalty's own `oracle_seeds`. unused: called with an input that the
+    output does not depend on.
     """
     seeds = seeds or penalty.oracle_seeds
     graph = torch.is_grad_enabled()
-    with torch.enable_grad(), patched() if patch else sdpa_kernel(SDPBackend.MATH):
+    with torch.enable_grad(), derivatives(way):
         # a place of its own for each: what is penalised is the derivative in this argument, also
         # where another argument was computed from the same tensor
         leaves = [t.view_as(t) if t.requires_grad else t.detach().requires_grad_() for t in x]
