@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import doubleback as db
-from doubleback.kernels.attention import BITS
+from doubleback.kernels import BITS
 from doubleback.patch import attention
 from doubleback.patch.node import Applied
 from support.derivatives import error, samples, second
@@ -139,7 +139,7 @@ class Largest(TorchDispatchMode):
 
 
 def test_no_matrix_of_all_scores(monkeypatch):
-    from doubleback.kernels.attention import frame as kernels
+    from doubleback.kernels import attention as kernels
 
     monkeypatch.setitem(kernels.BLOCK_ELEMENTS, "cpu", 2**14)
     monkeypatch.setitem(kernels.BLOCK_ELEMENTS, "traced", 2**14)

@@ -12,6 +12,8 @@ from torch import Tensor
 from ..counting import counted
 from ..errors import InputError
 from ..kernels import (
+    Depthwise,
+    Part,
     Strided,
     affine_rows,
     local_product,
@@ -20,7 +22,6 @@ from ..kernels import (
     pays,
     times,
 )
-from ..kernels.depthwise import Depthwise, Part
 from .base import Operator, Shape, placeholder, shape_of
 
 aten = torch.ops.aten

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels.pointwise import curvature
+from ..kernels import curvature
 from .node import Applied, Formula, Grads, plain
 
 aten = torch.ops.aten

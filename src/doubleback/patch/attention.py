@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..dtypes import accumulation
-from ..kernels.attention import CUDNN, EFFICIENT, FLASH, Dropout, attention_second, recovered
+from ..kernels import CUDNN, EFFICIENT, FLASH, Dropout, attention_second, recovered
 from .node import Applied, Formula, Grads, again, plain, through
 
 aten = torch.ops.aten

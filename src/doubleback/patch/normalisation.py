@@ -19,11 +19,10 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from .._torch import peek_interpreter_stack
-from ..kernels.standardisation import (
+from ..kernels import (
     Groups,
     Point,
     affine,
-    layout,
     standardise_again,
     standardise_backward,
     standardise_second,
@@ -192,7 +191,7 @@ def _group_norm(call: Applied, cotangents: Grads) -> dict[str, Any]:
         call.arguments["bias"] = call["input"].new_zeros(call["C"])
         return through(_normalised, call, cotangents)
     x, weight, groups = call["input"], call["weight"], Groups.group_norm(call["group"])
-    form = layout(groups, x) if x.is_cpu else torch.contiguous_format
+    form = groups.layout(x) if x.is_cpu else torch.contiguous_format
     xi, x = xi.contiguous(memory_format=form), x.contiguous(memory_format=form)
     names = ("input", "weight", "bias")
     sizes = (call[n] for n in ("N", "C", "HxW", "group"))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..graph import Ref
-from ..kernels.pointwise import cleared
+from ..kernels import cleared
 from .seeded import VMAP
 from .structures import broadcast_adjoint, linear
 from .table import Call, Rule, Structure, Tensors, add, aligned, alone, light, overload, run

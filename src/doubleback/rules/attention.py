@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ..kernels.attention import (
+from ..kernels import (
     attention_backward,
     attention_forward,
     attention_second,

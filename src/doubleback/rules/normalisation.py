@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from ..graph import Ref
-from ..kernels import fusing
-from ..kernels.standardisation import Groups, second_now, standardise, standardise_backward
+from ..kernels import Groups, fusing, second_now, standardise, standardise_backward
 from .seeded import LOOP, VMAP, choose
 from .structures import generic
 from .table import Call, PerExample, Rule, Structure, Tensors, alone, overload, tangent_of

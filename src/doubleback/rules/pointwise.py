@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from ..graph import Node
-from ..kernels import fusing
-from ..kernels.pointwise import cleared, second
+from ..kernels import cleared, fusing, second
 from .seeded import VMAP
 from .structures import coordinatewise, linear
 from .table import Call, Rule, Structure, Tensors, add, alone, overload, run, sum_to

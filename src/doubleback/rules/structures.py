@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..counting import counted
 from ..dtypes import lifted_and_back
-from ..kernels.pointwise import fused_curvature
+from ..kernels import fused_curvature
 from .seeded import VMAP, Seeded, broadcast, vmapped
 from .table import (
     Call,
