@@ -12,7 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .capture import Arguments, capture_of, find_graph, only_one, plain, take_apart
+from .capture import (
+    Arguments,
+    accept_plain_keys,
+    capture_of,
+    find_graph,
+    only_one,
+    plain,
+    take_apart,
+)
 from .errors import CaptureError, InputError, RuleError, refuse_unused, warn
 from .graph import Graph, Meta
 from .plan import Plan, make_plan
@@ -26,7 +34,6 @@ from .run import (
     remember,
     write_state,
 )
-from .state_dicts import accept_plain_keys
 
 
 @dataclass(frozen=True)

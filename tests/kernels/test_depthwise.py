@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import doubleback as db
 from doubleback.kernels import Depthwise, depthwise
 from doubleback.operators import Convolution
-from doubleback.plan.steps import _layouts
+from doubleback.plan import _layouts
 from support.gpu import CUDA, DEVICE, needs_gpu, needs_triton, on_gpu_all
 from support.plans import plan_of
 

@@ -1,0 +1,134 @@
+"""The slow oracle: a penalty, and a whole `Penalised` model, by stock autograd's double backward
+(`create_graph=True`), with the same interface. Networks that cannot be captured run here;
+`check` compares against it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from .._torch import pytree
+from ..capture import Arguments, choose_output
+from ..errors import refuse_unused
+from ..patch import patched, supported
+from ..run import average, refuse_inside_forward, several
+from .many_seeds import SpectralNorm
+from .one_seed import Penalty
+
+if TYPE_CHECKING:
+    from ..penalised import Penalised
+
+
+def autograd_penalty(
+    run: Callable[[Sequence[Tensor]], Any],
+    choose: Callable[[Any], Tensor],
+    x: Sequence[Tensor],
+    penalty: Penalty,
+    extra: Sequence[Any],
+    patch: bool = False,
+    seeds: Callable[..., Sequence[Tensor]] | None = None,
+    unused: Callable[[Tensor], None] | None = None,
+) -> tuple[Any, Tensor]:
+    """(result of the network, penalty), both differentiable as autograd makes them.
+
+    run(x) calls the network, choose(result) picks the penalised output. Attention runs on its
+    unfused kernel, the only one with a second derivative in stock PyTorch. patch: use
+    doubleback's second derivatives instead, fused attention's among them. seeds: in place of the
+    penalty's own `oracle_seeds`. unused: called with an input that the output does not depend on.
+    """
+    seeds = seeds or penalty.oracle_seeds
+    graph = torch.is_grad_enabled()
+    with torch.enable_grad(), patched() if patch else sdpa_kernel(SDPBackend.MATH):
+        # a place of its own for each: what is penalised is the derivative in this argument, also
+        # where another argument was computed from the same tensor
+        leaves = [t.view_as(t) if t.requires_grad else t.detach().requires_grad_() for t in x]
+        result = run(leaves)
+        out = choose(result)
+        total = None
+        for v in seeds(out, leaves, *extra) if out.requires_grad else [None]:
+            value = penalty.value(pulled(out, leaves, v, graph, unused), *extra)
+            total = value if total is None else total + value
+        assert total is not None
+        value = penalty.reduce(total)
+    if not graph:
+        result, value = pytree.tree_map_only(Tensor, lambda t: t.detach(), (result, value))
+    return result, value
+
+
+def pulled(
+    out: Tensor,
+    leaves: Sequence[Tensor],
+    v: Tensor | None,
+    graph: bool,
+    unused: Callable[[Tensor], None] | None = None,
+) -> list[Tensor]:
+    """J*v by autograd; zeros where the output does not depend on the input, unless that is
+    refused."""
+    xi: Sequence[Tensor | None] = (None,) * len(leaves)
+    if v is not None:
+        xi = torch.autograd.grad(
+            out, leaves, v, create_graph=graph, retain_graph=True, allow_unused=True
+        )
+    for t, u in zip(leaves, xi, strict=True):
+        if u is None and unused is not None:
+            unused(t)
+    return [torch.zeros_like(t) if u is None else u for t, u in zip(leaves, xi, strict=True)]
+
+
+def on_autograd(model: Penalised, call: Arguments, patch: bool = True) -> tuple[Any, Tensor]:
+    """(result of the net, penalty); without `patch` all stock: the oracle."""
+
+    def run(x: Sequence[Tensor]) -> Any:
+        args, kwargs = call.with_x(x)
+        return model.net(*args, **kwargs)
+
+    def choose(result: Any) -> Tensor:
+        out = choose_output(result, model.output)
+        model.penalty.check(out.shape, call.x, *call.extra)
+        return out
+
+    seeds = None
+    if patch and isinstance(model.penalty, SpectralNorm):
+        # a call without gradients leaves v as it was
+        carried = model._carried if torch.is_grad_enabled() else dict(model._carried)
+        seeds = partial(model.penalty.oracle_seeds, carried=carried)
+    patch = patch and supported(torch.__version__)
+    return autograd_penalty(
+        run,
+        choose,
+        call.x,
+        model.penalty,
+        call.extra,
+        patch=patch,
+        seeds=seeds,
+        unused=None if model.allow_unused else partial(refuse_unused, model.wrt),
+    )
+
+
+def accumulate_on_autograd(
+    model: Penalised, call: Arguments, loss: Any, target: Any, weight: float, patch: bool = True
+) -> tuple[Any, Tensor, Tensor]:
+    """(result, loss, penalty), their gradients added to the parameters'."""
+    if several():
+        refuse_inside_forward()
+    with torch.enable_grad():
+        result, penalty = on_autograd(model, call, patch)
+        out = choose_output(result, model.output)
+        value = torch.zeros((), device=out.device)
+        if loss is not None:
+            if not model.penalty.shares(loss):  # whose labels were checked with the penalty's
+                loss.check(out.shape, target)
+            value = loss.values(out, target).mean()
+        total = value + weight * penalty.sum()
+        if total.requires_grad:  # an output that depends on nothing has no gradient to add
+            total.backward()
+    if several():
+        average(model.net.parameters())
+    found = (result, value, penalty)
+    result, value, penalty = pytree.tree_map_only(Tensor, Tensor.detach, found)
+    return result, value, penalty
