@@ -291,6 +291,7 @@ class Penalised(CapturedModule):
             told = explain(plan, self.penalty)
             bare = Program(plan, self.penalty, asked=tuple(call.asked))
             bare = FlattenedProgram(bare, replay) if flat else bare
+        told = replace(told, way=self._way(site))
         try:
             cost = price(bare, call.constants, twice=flat)
         except (RuntimeError, TypeError):  # an operator that no fake tensor can run

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 import doubleback as db
 from doubleback.patch import mechanism
-from doubleback.patch.node import Formula
+from doubleback.patch.mechanism import Formula
 
 
 def states(family: str = "convolution") -> set[str]:
@@ -166,8 +166,8 @@ def test_the_name_of_the_file_is_of_no_account(tmp_path):
     shutil.copytree(home, tmp_path / "doubleback", ignore=shutil.ignore_patterns("__pycache__"))
     patch = tmp_path / "doubleback" / "patch"
     (patch / "mechanism.py").rename(patch / "renamed.py")
-    door = patch / "__init__.py"
-    door.write_text(door.read_text().replace("from .mechanism import", "from .renamed import"))
+    for path in patch.glob("*.py"):
+        path.write_text(path.read_text().replace("from .mechanism import", "from .renamed import"))
     script = """
 import doubleback as db
 with db.patched():

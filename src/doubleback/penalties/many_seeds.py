@@ -14,7 +14,7 @@ from ..dtypes import accumulation
 from ..errors import InputError
 from ..rules import softmax_curvature, softmax_derivative
 from ..spaces import Euclidean, dual_square
-from .norms import Norm, SquaredNorm
+from .losses import Norm, SquaredNorm
 from .one_seed import Penalty
 
 PLANS = ("auto", "rows", "columns", "waist", "diagonal")

@@ -26,9 +26,7 @@ from ..errors import InputError
 from ..graph import draws
 from ..run import refuse_others
 from ..spaces import per_example
-from .fingerprint import fingerprint
-from .losses import CallableLoss, Loss, make_loss
-from .norms import PER_EXAMPLE, SquaredNorm, as_norm
+from .losses import PER_EXAMPLE, CallableLoss, Loss, SquaredNorm, as_norm, fingerprint, make_loss
 
 REDUCTIONS = ("mean", "sum", "none")
 
