@@ -159,6 +159,10 @@ NAMES: dict[str, tuple[str, str]] = {
         "torch._dynamo:optimize",
         "captures a network with guards, and says which guard failed; torch.compile does not",
     ),
+    "dynamo_reset_code": (
+        "torch._dynamo.eval_frame:reset_code",
+        "Dynamo holds the graphs of a function that is gone for ever, unless told to let go",
+    ),
     "dynamo_config": (
         "torch._dynamo.config",
         "settings for the length of a capture (recurrent layers, hooks, how many graphs)",
