@@ -4,8 +4,8 @@
 
     db.patch()      # every create_graph=True of this process; undo with db.unpatch()
 
-Replaced are the derivatives of PyTorch's *backward* operators. Models, losses and training loops
-stay as they are.
+Replaced are the derivatives of PyTorch's *backward* operators, and one backward operator that is
+wrong (average pooling on a GPU). Models, losses and training loops stay as they are.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 
-from . import activation, attention, convolution, missing, normalisation, recurrent
+from . import activation, attention, convolution, missing, normalisation, pooling, recurrent
 from .mechanism import Patcher, PatchReport, supported
 
 __all__ = ["PatchReport", "patch", "patch_report", "patched", "supported", "unpatch"]
@@ -26,6 +26,7 @@ _patcher = Patcher(
         *activation.FORMULAS,
         *recurrent.FORMULAS,
         *missing.FORMULAS,
+        *pooling.FORMULAS,
     ]
 )
 

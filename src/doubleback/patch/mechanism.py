@@ -4,7 +4,8 @@ Autograd kernels are registered for AutogradCPU and AutogradCUDA, where PyTorch 
 none (its own stand at the alias key Autograd), so nothing is overwritten and removal uncovers
 PyTorch's kernel. A Python kernel costs microseconds a call. So that first-order training pays
 none, kernels are registered when they are first needed: the first backward with
-`create_graph=True`, or the first forward-mode level, arms them.
+`create_graph=True`, or the first forward-mode level, arms them. What mends a first derivative is
+registered at once.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ class Patcher:
         self.lock = threading.RLock()
         self.permanent: set[str] = set()
         self.scoped: Counter[str] = Counter()
-        self.armed: set[str] = set()
+        self.armed = {"patch"}
         self.libraries: dict[str, torch.library.Library] = {}
         self.hooks: list[tuple[Any, str, Any, Any]] = []
 
@@ -192,7 +193,7 @@ class Patcher:
             if getattr(module, name) is new:
                 setattr(module, name, old)
         self.hooks.clear()
-        self.armed.clear()
+        self.armed = {"patch"}
 
     # ------------------------------------------------------------------------------- report
 

@@ -67,7 +67,7 @@ class Formula:
         whatever its memory held before.
     unread: arguments whose value no derivative reads: they are not kept, and may change in place
         before the backward pass, as in stock.
-    armed_by: what registers it, "create_graph" or "forward_mode".
+    armed_by: what registers it, "create_graph" or "forward_mode"; "patch": `db.patch()` itself.
     keys: where it is registered.
     kernel: makes its kernel from (formula, stock kernel), if not `derivative_kernel`.
     """
