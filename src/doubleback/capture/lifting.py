@@ -13,6 +13,7 @@ import operator
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -280,6 +281,7 @@ class _Converter:
                     "it first"
                 )
             mutations[i] = self.number[item, 0]
+        move_constants(self.nodes, self.values, self.constants)
         return Graph(
             tuple(self.nodes), tuple(self.values), tuple(self.inputs), self.constants, outputs,
             tuple(outputs[i] for i in marked), mutations, tuple(self.names), self.symbols,
@@ -380,6 +382,43 @@ class _Converter:
         if node.target in (aten.item.default, aten._local_scalar_dense.default):
             place = self.inputs.index(self.number[node.args[0], 0])  # type: ignore[index]
             self._symbol(result, (place, "item"))
+
+
+_LIFTS = (aten.lift_fresh_copy.default, aten.lift_fresh.default)
+_ON_THE_HOST = (aten.tensor_split.tensor_indices_or_sections,)  # which read numbers there
+
+
+def move_constants(
+    nodes: Sequence[Node], values: list[Meta | None], constants: dict[int, Tensor]
+) -> None:
+    """Put constants of the host's that are read on a device there: once, not at every step, and
+    where a CUDA graph can read them."""
+    readers: dict[int, list[Node]] = {}
+    for node in nodes:
+        for v in node.inputs:
+            readers.setdefault(v, []).append(node)
+    for v, constant in list(constants.items()):
+        if constant.device.type != "cpu":
+            continue
+        chain, ends, frontier = [v], [], [v]
+        while frontier:
+            for node in readers.get(frontier.pop(), ()):
+                if node.op in _LIFTS:
+                    chain.append(node.outputs[0])
+                    frontier.append(node.outputs[0])
+                else:
+                    ends.append(node)
+        devices = {m.device for n in ends for o in n.outputs if (m := values[o]) is not None}
+        if len(devices) != 1 or any(n.op in _ON_THE_HOST for n in ends):
+            continue
+        (device,) = devices
+        if device.type == "cpu":
+            continue
+        constants[v] = constant.to(device)
+        for u in chain:
+            meta = values[u]
+            assert meta is not None
+            values[u] = replace(meta, device=device)
 
 
 def size(item: Any) -> Any:
