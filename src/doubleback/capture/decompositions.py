@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from .._torch import decomposition_table
+from ..errors import CaptureError
 from ..rules import stop_gradient
 
 aten = torch.ops.aten
@@ -22,6 +23,8 @@ def decompositions() -> dict:
     chosen[aten.scaled_dot_product_attention.default] = _attention_products
     chosen[aten.glu.default] = _glu
     chosen[aten.instance_norm.default] = _instance_norm
+    chosen[aten.as_strided.default] = _as_strided
+    chosen[aten.as_strided_scatter.default] = _as_strided_scatter
     for name in ("feature_dropout", "alpha_dropout", "feature_alpha_dropout"):
         chosen[getattr(aten, name).default] = _dropout_variant(name)
     for n in (1, 2, 3):
@@ -124,6 +127,31 @@ def _padded_convolution(n: int):
         return convolve(x, weight, bias, each(stride), halves, dilations, groups)
 
     return decomposed
+
+
+def _as_strided(x, size, stride, storage_offset=None):
+    """Entries of the flat tensor by their places, which do not depend on how it lies in memory."""
+    flat, places = x.reshape(-1), _places(x, size, stride, storage_offset)
+    return flat.index_select(0, places).reshape(size)
+
+
+def _as_strided_scatter(x, src, size, stride, storage_offset=None):
+    """PyTorch's own derivative of it in x is wrong: that of the entries which are overwritten."""
+    flat, places = x.reshape(-1), _places(x, size, stride, storage_offset)
+    return flat.index_copy(0, places, src.reshape(-1)).reshape(x.shape)
+
+
+def _places(x, size, stride, storage_offset):
+    if not x.is_contiguous() or x.storage_offset() != 0:
+        raise CaptureError(
+            f"as_strided reads the memory of a tensor of shape {tuple(x.shape)} that is not "
+            "contiguous; call contiguous() first"
+        )
+    places = torch.zeros((), dtype=torch.long, device=x.device) + (storage_offset or 0)
+    for length, step in zip(size, stride, strict=True):
+        along = torch.arange(length, device=x.device) * step
+        places = places.unsqueeze(-1) + along
+    return places.reshape(-1)
 
 
 def _attention_products(
