@@ -17,7 +17,6 @@ from ..capture import Arguments, choose_output
 from ..errors import refuse_unused
 from ..patch import patched, supported
 from ..run import average, refuse_inside_forward, several
-from .many_seeds import SpectralNorm
 from .one_seed import Penalty
 
 if TYPE_CHECKING:
@@ -92,8 +91,8 @@ def on_autograd(model: Penalised, call: Arguments, patch: bool = True) -> tuple[
         model.penalty.check(out.shape, call.x, *call.extra)
         return out
 
-    seeds = None
-    if patch and isinstance(model.penalty, SpectralNorm):
+    seeds: Any = None
+    if patch and model.penalty.carries:
         # a call without gradients leaves v as it was
         carried = model._carried if torch.is_grad_enabled() else dict(model._carried)
         seeds = partial(model.penalty.oracle_seeds, carried=carried)

@@ -214,6 +214,8 @@ class SpectralNorm(Penalty):
     True
     """
 
+    carries = True
+
     def __init__(
         self,
         iterations: int = 1,

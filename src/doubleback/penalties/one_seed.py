@@ -61,6 +61,7 @@ class Penalty(ABC):
     extras: int = 0
     varying: bool = False
     in_seed: tuple[int, ...] = ()  # which extras enter a v that does not vary with the output
+    carries: bool = False  # whether a call goes on from the v that the last one ended with
 
     def __init__(self, norm: Any = None, reduction: str = "mean") -> None:
         if reduction not in REDUCTIONS:
