@@ -31,6 +31,7 @@ class Explanation:
     flops: int | None = None
     peak_bytes: int | None = None
     plan: dict[str, Any] = field(default_factory=dict)
+    way: str = ""
 
     @property
     def total(self) -> dict[str, int]:
@@ -60,6 +61,7 @@ class Explanation:
             "price": self.price,
             "peak_bytes": self.peak_bytes,
             "plan": self.plan,
+            "way": self.way,
         }
 
     def __str__(self) -> str:
@@ -83,6 +85,8 @@ class Explanation:
             )
         if self.price is not None:
             lines.append(f"expected price: {self.price:.2g} plain steps, by FLOPs")
+        if self.way:
+            lines.append(f"runs by {self.way}")
         lines += self._plan_lines()
         lines += [
             f"piecewise linear in x: {'yes' if self.piecewise_linear else 'no'}",

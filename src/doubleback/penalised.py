@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -73,6 +74,9 @@ class Penalised(CapturedModule):
     recompute: compute cotangents again, where that takes no product, instead of holding them from
         the backward to the tangent sweep: a seventh to a quarter less memory for a twentieth more
         time, compiled up to a fifth more. None: yes, unless `compile` is asked for.
+    sweeps: False: autograd computes everything; True: sweeps wherever the network can be captured;
+        None: on a CPU, from the second call on, whichever is quicker by the network's sizes, as
+        `explain` shows. The numbers are the same to rounding.
 
     >>> import torch, doubleback as db
     >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3))
@@ -97,6 +101,7 @@ class Penalised(CapturedModule):
         flatten_after: int | None = 2,
         cuda_graph: bool = False,
         recompute: bool | None = None,
+        sweeps: bool | None = None,
     ) -> None:
         if not isinstance(penalty, Penalty):
             raise InputError(
@@ -104,7 +109,7 @@ class Penalised(CapturedModule):
             )
         super().__init__(
             net, compile, wrt=wrt, output=output, allow_unused=allow_unused, strict=strict,
-            debug=debug, flatten_after=flatten_after, recompute=recompute,
+            debug=debug, flatten_after=flatten_after, recompute=recompute, sweeps=sweeps,
         )  # fmt: skip
         self.penalty = penalty
         self.cuda_graph = cuda_graph
@@ -127,6 +132,9 @@ class Penalised(CapturedModule):
     @property
     def _extras(self) -> int:
         return self.penalty.extras
+
+    def _free_to_choose(self) -> bool:
+        return super()._free_to_choose() and self.penalty.one_seed and not self.cuda_graph
 
     def _captures(self, call: Any) -> bool:
         """Without an example there is nothing to plan seeds for."""
@@ -159,7 +167,7 @@ class Penalised(CapturedModule):
         captured, result = self._through(run, call)
         if captured:
             return result, found[0]
-        return self._on_autograd(lambda: on_autograd(self, call))
+        return self._on_autograd(partial(on_autograd, self, call), call)
 
     def accumulate(
         self, *args: Any, loss: Any = None, weight: float = 1.0, **kwargs: Any
@@ -219,7 +227,7 @@ class Penalised(CapturedModule):
         captured, result = self._through(run, call)
         if not captured:
             return self._on_autograd(
-                lambda: accumulate_on_autograd(self, call, own_loss, target, weight)
+                partial(accumulate_on_autograd, self, call, own_loss, target, weight), call
             )
         # what lies before the sweeps receives its gradient under no_grad and inference_mode too
         with torch.inference_mode(False), no_autocast():
@@ -283,6 +291,7 @@ class Penalised(CapturedModule):
             told = explain(plan, self.penalty)
             bare = Program(plan, self.penalty, asked=tuple(call.asked))
             bare = FlattenedProgram(bare, replay) if flat else bare
+        told = replace(told, way=self._way(site))
         try:
             cost = price(bare, call.constants, twice=flat)
         except (RuntimeError, TypeError):  # an operator that no fake tensor can run

@@ -21,7 +21,7 @@ from ..errors import CheckError, InputError
 from ..graph import Meta, Node, Ref
 from ..operators import Multilinear, Operator
 from ..penalised import Penalised
-from ..penalties import accumulate_on_autograd, on_autograd
+from ..penalties import Way, accumulate_on_autograd, on_autograd
 from ..rules import LOOP, Call, Rule, find_rule
 from ..spaces import Product, Space
 from ..with_gradient import WithGradient
@@ -148,21 +148,23 @@ def check(
     if not isinstance(model, (Penalised, WithGradient)):
         raise InputError(f"check takes a Penalised or a WithGradient, not {type(model).__name__}")
     args, kwargs = _double((args, kwargs))
-    by, patch = "autograd", False
+    by: str = "autograd"
+    way: Way = "stock"
     try:
-        theirs = _by_oracle(model, args, kwargs, seed, patch)
+        theirs = _by_oracle(model, args, kwargs, seed, way)
     except NotImplementedError as error:  # an operator that PyTorch differentiates once
-        by, patch = f"autograd under db.patch(): {error}", True
-        theirs = _by_oracle(model, args, kwargs, seed, patch)
+        by = f"autograd under db.patch(): {error}"
+        way = "patched"
+        theirs = _by_oracle(model, args, kwargs, seed, way)
     pairs: dict[str, tuple[Tensor | None, Tensor | None]] = {}
-    for way, options in _ways(model).items():
+    for prefix, options in _ways(model).items():
         engine = copy.deepcopy(model).double()
         for name, value in {"strict": True, "compile_mode": False, **options}.items():
             setattr(engine, name, value)
         ours = _measure(engine, engine.forward, args, kwargs, seed)
-        pairs |= {way + n: (ours.get(n), theirs.get(n)) for n in {**theirs, **ours}}
+        pairs |= {prefix + n: (ours.get(n), theirs.get(n)) for n in {**theirs, **ours}}
     if isinstance(model, Penalised):
-        pairs |= _accumulated(model, args, kwargs, seed, patch)
+        pairs |= _accumulated(model, args, kwargs, seed, way)
     report = CheckReport(
         tuple(compare(pairs)),
         tolerance,
@@ -185,14 +187,14 @@ def _ways(model: Model) -> dict[str, dict[str, Any]]:
 
 
 def _by_oracle(
-    model: Model, args: Any, kwargs: Any, seed: int, patch: bool
+    model: Model, args: Any, kwargs: Any, seed: int, way: Way
 ) -> dict[str, Tensor | None]:
     twin = copy.deepcopy(model).double()
-    return _measure(twin, _oracle_forward(twin, patch), args, kwargs, seed)
+    return _measure(twin, _oracle_forward(twin, way), args, kwargs, seed)
 
 
 def _accumulated(
-    model: Penalised, args: Any, kwargs: Any, seed: int, patch: bool
+    model: Penalised, args: Any, kwargs: Any, seed: int, way: Way
 ) -> dict[str, tuple[Tensor | None, Tensor | None]]:
     """`accumulate`'s gradients beside those of its loss and penalty by autograd."""
     found = []
@@ -209,7 +211,7 @@ def _accumulated(
                 call = twin._call(*own)
                 loss = twin.penalty.own_loss
                 target = call.extra[0] if loss is not None else None
-                accumulate_on_autograd(twin, call, loss, target, 0.5, patch)
+                accumulate_on_autograd(twin, call, loss, target, 0.5, way)
         named = twin.net.named_parameters()
         found.append({f"accumulate: ∇ {n}": p.grad for n, p in named if p.requires_grad})
     return {name: (found[0].get(name), found[1].get(name)) for name in {**found[0], **found[1]}}
@@ -219,9 +221,9 @@ def _what(model: Model) -> str:
     return "its gradient" if isinstance(model, WithGradient) else repr(model.penalty)
 
 
-def _oracle_forward(model: Model, patch: bool = False) -> Any:
+def _oracle_forward(model: Model, way: Way = "stock") -> Any:
     by = model.by_autograd if isinstance(model, WithGradient) else partial(on_autograd, model)
-    return lambda *args, **kwargs: by(model._call(args, kwargs), patch)
+    return lambda *args, **kwargs: by(model._call(args, kwargs), way)
 
 
 def _double(tree: Any) -> Any:

@@ -190,6 +190,11 @@ def _accepts_convolution(a: Arguments) -> bool:
     return plain(a["grad_output"], a["input"], a["weight"]) and a["grad_output"].dim() > 2
 
 
+def _convolution_pays(xi: Tensor, x: Tensor, weight: Tensor, *others: Any) -> bool:
+    """In groups always; else from about 60 million operations on."""
+    return others[6] != 1 or 2 * xi.numel() * weight[0].numel() >= 6e7
+
+
 CONVOLUTION = [
     Formula(
         "convolution_backward",
@@ -198,6 +203,7 @@ CONVOLUTION = [
         _second_of_convolution,
         _accepts_convolution,
         kernel=kernel,
+        pays=_convolution_pays,
     )
 ]
 
@@ -510,14 +516,26 @@ def _silu(call: Applied, cotangents: Grads) -> dict[str, Any]:
     return {"self": aten.silu_backward(cotangents[0], call["self"])}
 
 
+def _silu_pays(*args: Any) -> bool:
+    """From a hundred thousand entries on."""
+    return args[0].numel() >= 1 << 17
+
+
 def _activation(
-    operator: str, why: str, second: Callable[[Applied, Grads], dict[str, Any]], steps: Any = None
-) -> Formula:
-    return Formula(operator, "activation", why, second, _accepts_activation, steps)
+    operator: str, why: str, second: Callable[[Applied, Grads], dict[str, Any]], steps: Any = None,
+    pays: Callable[..., bool] = _silu_pays,
+) -> Formula:  # fmt: skip
+    return Formula(operator, "activation", why, second, _accepts_activation, steps, pays=pays)
 
 
 ACTIVATION = [
-    _activation("gelu_backward", "g″⊙u⊙ξ in one kernel, not a chain", _gelu_backward),
+    # on a CPU its erf costs more than the chain of cheaper kernels
+    _activation(
+        "gelu_backward",
+        "g″⊙u⊙ξ in one kernel, not a chain",
+        _gelu_backward,
+        pays=lambda *args: False,
+    ),
     _activation("silu_backward", "g″⊙u⊙ξ in one kernel", _silu_backward, _silu_steps),
     _activation("silu", "its backward under create_graph as one operator", _silu),
 ]

@@ -45,6 +45,7 @@ from ..kernels import batched
 
 
 KEYS = ("AutogradCPU", "AutogradCUDA")
+SMALL_ON_STOCK = True  # see `Formula.pays`; tests of the formulas switch it off
 Grads = Sequence[Tensor | None]
 Arguments = dict[str, Any]
 _AFTER = after_autograd_keyset
@@ -89,6 +90,8 @@ class Formula:
     armed_by: what registers it, "create_graph" or "forward_mode".
     keys: where it is registered.
     kernel: makes its kernel from (formula, stock kernel), if not `derivative_kernel`.
+    pays: of the operator's arguments, whether `second` is quicker than stock on a CPU, where a
+        small tensor's kernels take less time than the Python that calls them; None: always taken.
     """
 
     operator: str
@@ -103,6 +106,7 @@ class Formula:
     armed_by: str = "create_graph"
     keys: tuple[str, ...] = KEYS
     kernel: Callable[[Formula, Any], Callable] | None = None
+    pays: Callable[..., bool] | None = None
 
     def overload(self) -> OpOverload | None:
         """The operator of this build of PyTorch, None where it has none."""
@@ -240,11 +244,14 @@ def derivative_kernel(formula: Formula, stock: Any) -> Callable:
     """
     site, apply = Placement.of(formula, formula.overload()), getattr(DerivativeNode, "apply")  # noqa: B009
     call_stock, accepts, names = stock.call_boxed, formula.accepts, site.tensors
+    pays = formula.pays
 
     def kernel(keyset, *args, **kwargs):
         differentiable = torch.is_grad_enabled()
-        if not differentiable and forward_ad._current_level < 0:
-            return call_stock(keyset, *args, **kwargs)
+        if forward_ad._current_level < 0:
+            small = pays is not None and SMALL_ON_STOCK and args[0].is_cpu and not pays(*args)
+            if small or not differentiable:
+                return call_stock(keyset, *args, **kwargs)
         arguments = site.arguments(args, kwargs)
         tensors = [arguments[name] for name in names]
         dual = is_dual(*tensors)

@@ -1,6 +1,6 @@
 """Penalties R = p(J*v): choices of v and p, norms and losses, and the same by plain autograd."""
 
-from .autograd import accumulate_on_autograd, on_autograd
+from .autograd import Way, accumulate_on_autograd, derivatives, on_autograd
 from .losses import (
     BinaryCrossEntropy,
     CrossEntropy,
@@ -31,7 +31,9 @@ __all__ = [
     "SpectralNorm",
     "SquaredError",
     "SquaredNorm",
+    "Way",
     "accumulate_on_autograd",
+    "derivatives",
     "make_loss",
     "on_autograd",
     "slot",

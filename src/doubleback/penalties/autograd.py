@@ -5,8 +5,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -23,26 +24,40 @@ if TYPE_CHECKING:
     from ..penalised import Penalised
 
 
+Way = Literal["stock", "patched", "bare"]
+
+
+def derivatives(way: Way) -> AbstractContextManager:
+    """Whose second derivatives autograd uses inside. "stock": PyTorch's, with attention on its
+    unfused kernel, the only one that has any; "patched": the library's, fused attention's among
+    them, where this version of PyTorch can be patched; "bare": PyTorch's as they are, for networks
+    that are known to need no others."""
+    if way == "bare":
+        return nullcontext()
+    if way == "patched" and supported(torch.__version__):
+        return patched()
+    return sdpa_kernel(SDPBackend.MATH)
+
+
 def autograd_penalty(
     run: Callable[[Sequence[Tensor]], Any],
     choose: Callable[[Any], Tensor],
     x: Sequence[Tensor],
     penalty: Penalty,
     extra: Sequence[Any],
-    patch: bool = False,
+    way: Way = "stock",
     seeds: Callable[..., Sequence[Tensor]] | None = None,
     unused: Callable[[Tensor], None] | None = None,
 ) -> tuple[Any, Tensor]:
     """(result of the network, penalty), both differentiable as autograd makes them.
 
-    run(x) calls the network, choose(result) picks the penalised output. Attention runs on its
-    unfused kernel, the only one with a second derivative in stock PyTorch. patch: use
-    doubleback's second derivatives instead, fused attention's among them. seeds: in place of the
-    penalty's own `oracle_seeds`. unused: called with an input that the output does not depend on.
+    run(x) calls the network, choose(result) picks the penalised output. way: see `derivatives`.
+    seeds: in place of the penalty's own `oracle_seeds`. unused: called with an input that the
+    output does not depend on.
     """
     seeds = seeds or penalty.oracle_seeds
     graph = torch.is_grad_enabled()
-    with torch.enable_grad(), patched() if patch else sdpa_kernel(SDPBackend.MATH):
+    with torch.enable_grad(), derivatives(way):
         # a place of its own for each: what is penalised is the derivative in this argument, also
         # where another argument was computed from the same tensor
         leaves = [t.view_as(t) if t.requires_grad else t.detach().requires_grad_() for t in x]
@@ -79,8 +94,8 @@ def pulled(
     return [torch.zeros_like(t) if u is None else u for t, u in zip(leaves, xi, strict=True)]
 
 
-def on_autograd(model: Penalised, call: Arguments, patch: bool = True) -> tuple[Any, Tensor]:
-    """(result of the net, penalty); without `patch` all stock: the oracle."""
+def on_autograd(model: Penalised, call: Arguments, way: Way = "patched") -> tuple[Any, Tensor]:
+    """(result of the net, penalty); "stock" is the oracle."""
 
     def run(x: Sequence[Tensor]) -> Any:
         args, kwargs = call.with_x(x)
@@ -91,32 +106,33 @@ def on_autograd(model: Penalised, call: Arguments, patch: bool = True) -> tuple[
         model.penalty.check(out.shape, call.x, *call.extra)
         return out
 
-    seeds: Any = None
-    if patch and model.penalty.carries:
+    seeds = None
+    if way == "bare":
+        seeds = model.penalty.quick_seeds
+    elif way == "patched":
         # a call without gradients leaves v as it was
         carried = model._carried if torch.is_grad_enabled() else dict(model._carried)
-        seeds = partial(model.penalty.oracle_seeds, carried=carried)
-    patch = patch and supported(torch.__version__)
+        seeds = model.penalty.seeds_from(carried)
     return autograd_penalty(
         run,
         choose,
         call.x,
         model.penalty,
         call.extra,
-        patch=patch,
+        way=way,
         seeds=seeds,
         unused=None if model.allow_unused else partial(refuse_unused, model.wrt),
     )
 
 
 def accumulate_on_autograd(
-    model: Penalised, call: Arguments, loss: Any, target: Any, weight: float, patch: bool = True
+    model: Penalised, call: Arguments, loss: Any, target: Any, weight: float, way: Way = "patched"
 ) -> tuple[Any, Tensor, Tensor]:
     """(result, loss, penalty), their gradients added to the parameters'."""
     if several():
         refuse_inside_forward()
     with torch.enable_grad():
-        result, penalty = on_autograd(model, call, patch)
+        result, penalty = on_autograd(model, call, way)
         out = choose_output(result, model.output)
         value = torch.zeros((), device=out.device)
         if loss is not None:
@@ -128,6 +144,6 @@ def accumulate_on_autograd(
             total.backward()
     if several():
         average(model.net.parameters())
-    found = (result, value, penalty)
-    result, value, penalty = pytree.tree_map_only(Tensor, Tensor.detach, found)
+    told = (result, value, penalty)
+    result, value, penalty = pytree.tree_map_only(Tensor, Tensor.detach, told)
     return result, value, penalty

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -145,6 +146,10 @@ class Jacobian(Penalty):
     def seed(self, out: Tensor, *extra: Tensor) -> Tensor:
         raise InputError("Jacobian has many seeds; see oracle_seeds")
 
+    @property
+    def one_seed(self) -> bool:
+        return self.projections == 1
+
     def oracle_seeds(self, out: Tensor, x: Sequence[Tensor], *extra: Tensor) -> Sequence[Tensor]:
         """Every v⟨i⟩ by its definition, for the oracle: for softmax the rows of S themselves."""
         if self.of == "softmax" and self.projections is None:
@@ -214,8 +219,6 @@ class SpectralNorm(Penalty):
     True
     """
 
-    carries = True
-
     def __init__(
         self,
         iterations: int = 1,
@@ -267,6 +270,13 @@ class SpectralNorm(Penalty):
 
     def seed(self, out: Tensor, *extra: Tensor) -> Tensor:
         raise InputError("SpectralNorm finds its seed by power iteration")
+
+    @property
+    def one_seed(self) -> bool:
+        return False
+
+    def seeds_from(self, carried: dict) -> Callable[..., Sequence[Tensor]]:
+        return partial(self.oracle_seeds, carried=carried)
 
     def oracle_seeds(
         self, out: Tensor, x: Sequence[Tensor], *extra: Tensor, carried: dict | None = None

@@ -26,7 +26,7 @@ from ..errors import InputError
 from ..graph import draws
 from ..run import refuse_others
 from ..spaces import per_example
-from .losses import PER_EXAMPLE, Loss, SquaredNorm, as_norm, fingerprint, make_loss
+from .losses import PER_EXAMPLE, CallableLoss, Loss, SquaredNorm, as_norm, fingerprint, make_loss
 
 REDUCTIONS = ("mean", "sum", "none")
 
@@ -61,7 +61,6 @@ class Penalty(ABC):
     extras: int = 0
     varying: bool = False
     in_seed: tuple[int, ...] = ()  # which extras enter a v that does not vary with the output
-    carries: bool = False  # whether a call goes on from the v that the last one ended with
 
     def __init__(self, norm: Any = None, reduction: str = "mean") -> None:
         if reduction not in REDUCTIONS:
@@ -146,6 +145,20 @@ class Penalty(ABC):
     def oracle_seeds(self, out: Tensor, x: Sequence[Tensor], *extra: Tensor) -> Sequence[Tensor]:
         """Every v whose penalty p(J*v) adds to the total, for the oracle."""
         return [self.oracle_seed(out, *extra)]
+
+    def seeds_from(self, carried: dict) -> Callable[..., Sequence[Tensor]] | None:
+        """`oracle_seeds` that go on from what earlier calls left in `carried`, for penalties that
+        do so."""
+        return None
+
+    @property
+    def one_seed(self) -> bool:
+        """Whether one v is all there is: then autograd takes the same products as the sweeps."""
+        return True
+
+    def quick_seeds(self, out: Tensor, x: Sequence[Tensor], *extra: Tensor) -> Sequence[Tensor]:
+        """The same in the fewest operations, for networks that run on autograd by choice."""
+        return self.oracle_seeds(out, x, *extra)
 
     def check(self, out_shape: Sequence[int], x: Sequence[Tensor], *extra: Any) -> None:
         """Raise an `InputError` where the arguments do not fit: here, where several inputs do not
@@ -233,6 +246,11 @@ class LossGradient(Penalty):
     def oracle_seed(self, out: Tensor, *extra: Tensor) -> Tensor:
         values = self.loss.values(out, extra[0])
         return torch.autograd.grad(values.sum(), out, create_graph=True)[0]
+
+    def quick_seeds(self, out: Tensor, x: Sequence[Tensor], *extra: Tensor) -> Sequence[Tensor]:
+        if isinstance(self.loss, CallableLoss):
+            return super().quick_seeds(out, x, *extra)
+        return [self.loss.gradient(out, extra[0])]  # a formula, which autograd differentiates
 
     def head(self, out: Tensor, h: Tensor, *extra: Tensor) -> Tensor | None:
         return self.loss.hessian(out, extra[0], h)
