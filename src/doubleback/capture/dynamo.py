@@ -136,6 +136,7 @@ class Capture:
             )
             found = optimise(own)
             assert found is not None
+            weakref.finalize(own, _torch.dynamo_reset_code, code).atexit = False
             if len(self._compiled) >= MANY:
                 self._compiled.pop(next(iter(self._compiled)))
             self._compiled[self._surroundings.key()] = found

@@ -16,6 +16,7 @@ import operator
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -283,6 +284,7 @@ class _Converter:
                     "it first"
                 )
             mutations[i] = self.number[item, 0]
+        move_constants(self.nodes, self.values, self.constants)
         return Graph(
             tuple(self.nodes), tuple(self.values), tuple(self.inputs), self.constants, outputs,
             tuple(outputs[i] for i in marked), mutations, tuple(self.names), self.symbols,
@@ -385,6 +387,43 @@ class _Converter:
             self._symbol(result, (place, "item"))
 
 
+_LIFTS = (aten.lift_fresh_copy.default, aten.lift_fresh.default)
+_ON_THE_HOST = (aten.tensor_split.tensor_indices_or_sections,)  # which read numbers there
+
+
+def move_constants(
+    nodes: Sequence[Node], values: list[Meta | None], constants: dict[int, Tensor]
+) -> None:
+    """Put constants of the host's that are read on a device there: once, not at every step, and
+    where a CUDA graph can read them."""
+    readers: dict[int, list[Node]] = {}
+    for node in nodes:
+        for v in node.inputs:
+            readers.setdefault(v, []).append(node)
+    for v, constant in list(constants.items()):
+        if constant.device.type != "cpu":
+            continue
+        chain, ends, frontier = [v], [], [v]
+        while frontier:
+            for node in readers.get(frontier.pop(), ()):
+                if node.op in _LIFTS:
+                    chain.append(node.outputs[0])
+                    frontier.append(node.outputs[0])
+                else:
+                    ends.append(node)
+        devices = {m.device for n in ends for o in n.outputs if (m := values[o]) is not None}
+        if len(devices) != 1 or any(n.op in _ON_THE_HOST for n in ends):
+            continue
+        (device,) = devices
+        if device.type == "cpu":
+            continue
+        constants[v] = constant.to(device)
+        for u in chain:
+            meta = values[u]
+            assert meta is not None
+            values[u] = replace(meta, device=device)
+
+
 def size(item: Any) -> Any:
     """A symbolic number as `Size`, a plain one as it is."""
     if not isinstance(item, (torch.SymInt, torch.SymFloat, torch.SymBool)):
@@ -436,6 +475,8 @@ def decompositions() -> dict:
     chosen[aten.scaled_dot_product_attention.default] = _attention_products
     chosen[aten.glu.default] = _glu
     chosen[aten.instance_norm.default] = _instance_norm
+    chosen[aten.as_strided.default] = _as_strided
+    chosen[aten.as_strided_scatter.default] = _as_strided_scatter
     for name in ("feature_dropout", "alpha_dropout", "feature_alpha_dropout"):
         chosen[getattr(aten, name).default] = _dropout_variant(name)
     for n in (1, 2, 3):
@@ -538,6 +579,31 @@ def _padded_convolution(n: int):
         return convolve(x, weight, bias, each(stride), halves, dilations, groups)
 
     return decomposed
+
+
+def _as_strided(x, size, stride, storage_offset=None):
+    """Entries of the flat tensor by their places, which do not depend on how it lies in memory."""
+    flat, places = x.reshape(-1), _places(x, size, stride, storage_offset)
+    return flat.index_select(0, places).reshape(size)
+
+
+def _as_strided_scatter(x, src, size, stride, storage_offset=None):
+    """PyTorch's own derivative of it in x is wrong: that of the entries which are overwritten."""
+    flat, places = x.reshape(-1), _places(x, size, stride, storage_offset)
+    return flat.index_copy(0, places, src.reshape(-1)).reshape(x.shape)
+
+
+def _places(x, size, stride, storage_offset):
+    if not x.is_contiguous() or x.storage_offset() != 0:
+        raise CaptureError(
+            f"as_strided reads the memory of a tensor of shape {tuple(x.shape)} that is not "
+            "contiguous; call contiguous() first"
+        )
+    places = torch.zeros((), dtype=torch.long, device=x.device) + (storage_offset or 0)
+    for length, step in zip(size, stride, strict=True):
+        along = torch.arange(length, device=x.device) * step
+        places = places.unsqueeze(-1) + along
+    return places.reshape(-1)
 
 
 def _attention_products(

@@ -4,8 +4,8 @@
 
     db.patch()      # every create_graph=True of this process; undo with db.unpatch()
 
-Replaced are the derivatives of PyTorch's *backward* operators. Models, losses and training loops
-stay as they are.
+Replaced are the derivatives of PyTorch's *backward* operators, and one backward operator that is
+wrong (average pooling on a GPU). Models, losses and training loops stay as they are.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ from contextlib import AbstractContextManager
 
 from .faster import ACTIVATION, CONVOLUTION, NORMALISATION
 from .mechanism import Patcher, PatchReport, supported
-from .missing import ATTENTION, OTHERS, RECURRENT
+from .missing import ATTENTION, OTHERS, POOLING, RECURRENT
 
 __all__ = ["PatchReport", "patch", "patch_report", "patched", "supported", "unpatch"]
 
-_patcher = Patcher([*CONVOLUTION, *ATTENTION, *NORMALISATION, *ACTIVATION, *RECURRENT, *OTHERS])
+_patcher = Patcher(
+    [*CONVOLUTION, *ATTENTION, *NORMALISATION, *ACTIVATION, *RECURRENT, *OTHERS, *POOLING]
+)
 
 
 def patch(only: Iterable[str] | None = None) -> None:

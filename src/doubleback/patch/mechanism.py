@@ -10,7 +10,7 @@ registered for AutogradCPU and AutogradCUDA, where PyTorch itself registers none
 the alias key Autograd), so nothing is overwritten and removal uncovers PyTorch's kernel. A Python
 kernel costs microseconds a call. So that first-order training pays none, kernels are registered
 when they are first needed: the first backward with `create_graph=True`, or the first forward-mode
-level, arms them.
+level, arms them. What mends a first derivative is registered at once.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Formula:
         whatever its memory held before.
     unread: arguments whose value no derivative reads: they are not kept, and may change in place
         before the backward pass, as in stock.
-    armed_by: what registers it, "create_graph" or "forward_mode".
+    armed_by: what registers it, "create_graph" or "forward_mode"; "patch": `db.patch()` itself.
     keys: where it is registered.
     kernel: makes its kernel from (formula, stock kernel), if not `derivative_kernel`.
     pays: of the operator's arguments, whether `second` is quicker than stock on a CPU, where a
@@ -329,7 +329,7 @@ class Patcher:
         self.lock = threading.RLock()
         self.permanent: set[str] = set()
         self.scoped: Counter[str] = Counter()
-        self.armed: set[str] = set()
+        self.armed = {"patch"}
         self.libraries: dict[str, torch.library.Library] = {}
         self.hooks: list[tuple[Any, str, Any, Any]] = []
 
@@ -441,7 +441,7 @@ class Patcher:
             if getattr(module, name) is new:
                 setattr(module, name, old)
         self.hooks.clear()
-        self.armed.clear()
+        self.armed = {"patch"}
 
     # ------------------------------------------------------------------------------- report
 

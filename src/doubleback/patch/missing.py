@@ -1,5 +1,5 @@
-"""Second derivatives that PyTorch does not have: fused attention, cuDNN's recurrent layers, and
-operators that it differentiates once.
+"""Derivatives that PyTorch does not have, or gets wrong: fused attention, cuDNN's recurrent layers,
+operators that it differentiates once, and average pooling on a GPU.
 
 Attention: for the backward of every kernel of ``F.scaled_dot_product_attention``, in blocks or in
 Triton, never an N×M matrix at once.
@@ -15,6 +15,10 @@ takes a gradient go through the unfused kernel, in memory N·M.
 
 Recurrent layers, LSTM, GRU and RNN of cuDNN: their backward through PyTorch's unfused cells, which
 are twice differentiable. First derivatives stay cuDNN's.
+
+Average pooling of images that lie channels-last: PyTorch's CUDA kernel of its *first* derivative is
+wrong where windows overlap or reach over the edge. The kernel for images in rows is right, so that
+one runs, and its result is laid out as asked.
 
 The others: each has its backward written in differentiable steps; the second derivative is reverse
 mode over these, of any order.
@@ -434,4 +438,50 @@ OTHERS = [
     _by_steps("_embedding_bag_per_sample_weights_backward", "embedding", _bag_samples),
     _by_steps("_cdist_backward", "distance", _cdist),
     _by_steps("_pdist_backward", "distance", _pdist),
+]
+
+
+# ---------------------------------------------------------------------------------------- pooling
+
+
+def wrong(x: Tensor, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int]) -> bool:
+    """Whether PyTorch would choose that kernel, for windows at which it is wrong."""
+    if x.dim() != 4 or x.shape[1] == 1 or (x.is_contiguous() and x.stride(1) != 1):
+        return False
+    kernel = _sizes(kernel)
+    return any(padding) or any(s < k for s, k in zip(_sizes(stride) or kernel, kernel, strict=True))
+
+
+def _sizes(sizes: Sequence[int]) -> Sequence[int]:
+    return [*sizes, *sizes] if len(sizes) == 1 else sizes
+
+
+def in_rows(backward: Callable[..., Tensor], grad: Tensor, x: Tensor, *options: Any) -> Tensor:
+    """The derivative of `backward`, of which x gives the shape alone, by its kernel for rows."""
+    grad = grad.contiguous()
+    unread = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    return backward(grad, unread, *options).contiguous(memory_format=torch.channels_last)
+
+
+def _pooling_kernel(formula: Formula, stock: Any) -> Callable:
+    call_stock = stock.call_boxed
+
+    def kernel(keyset, grad, x, kernel_size, stride, padding, *options):
+        sizes = (kernel_size, stride, padding)
+        if not wrong(x, *sizes):
+            return call_stock(keyset, grad, x, *sizes, *options)
+        return in_rows(lambda *args: call_stock(keyset, *args), grad, x, *sizes, *options)
+
+    return kernel
+
+
+POOLING = [
+    Formula(
+        "avg_pool2d_backward",
+        "pooling",
+        "PyTorch's CUDA kernel is wrong for channels-last images with overlapping windows",
+        armed_by="patch",
+        keys=("AutogradCUDA",),
+        kernel=_pooling_kernel,
+    )
 ]

@@ -599,23 +599,20 @@ def generic(forward: Callable[[Call], tuple[Any, Any]] = run, again: Any = Call.
         with torch.enable_grad():
             leaves = _leaves(call, [m or w for m, w in zip(moving, wanted, strict=True)])
             outputs = like_output(again(call, leaves), many)
+            along = [leaf for leaf, m in zip(leaves, moving, strict=True) if m]
+            cotangents = _parts(xi, outputs, many)
             seeds = [
                 None if not out.requires_grad else _seed(out, part)
-                for out, part in zip(outputs, _parts(xi, outputs, many), strict=True)
+                for out, part in zip(outputs, cotangents, strict=True)
             ]
-            pairs = [(o, s) for o, s in zip(outputs, seeds, strict=True) if s is not None]
-            along = [leaf for leaf, m in zip(leaves, moving, strict=True) if m]
-            pulled = torch.autograd.grad(
-                [o for o, _ in pairs], along, [s for _, s in pairs],
-                create_graph=True, allow_unused=True,
-            )  # fmt: skip
-            terms = [
-                _pairing(grad, part)
-                for grad, part in zip(pulled, (p for p in q if p is not None), strict=True)
-                if grad is not None
-            ]
-            total = torch.stack(terms).sum() if terms else None
-        return _second_gradients(call, total, seeds, leaves, wanted, need_tangent)
+            # what no cotangent arrived at adds to no source, and has a tangent all the same
+            present = [part is not None for part in cotangents]
+            totals: list[Tensor | None] = []
+            for here in (True, False):
+                some = [s if p is here else None for s, p in zip(seeds, present, strict=True)]
+                total = _paired(outputs, some, along, q) if here or need_tangent else None
+                totals.append(total)
+        return _second_gradients(call, totals, seeds, present, leaves, wanted, need_tangent)
 
     return Rule(
         structure=Structure.GENERAL,
@@ -650,26 +647,55 @@ def _seed(out: Tensor, xi: Tensor | None) -> Tensor:
     return seed.requires_grad_()
 
 
+def _paired(
+    outputs: Sequence[Tensor], seeds: Sequence[Tensor | None], along: Sequence[Tensor], q: Tensors
+) -> Tensor | None:
+    """⟨(∂F)*ξ, q⟩ for the ξ that are there."""
+    pairs = [(o, s) for o, s in zip(outputs, seeds, strict=True) if s is not None]
+    if not pairs:
+        return None
+    pulled = torch.autograd.grad(
+        [o for o, _ in pairs], along, [s for _, s in pairs], create_graph=True, allow_unused=True
+    )
+    terms = [
+        _pairing(grad, part)
+        for grad, part in zip(pulled, (p for p in q if p is not None), strict=True)
+        if grad is not None
+    ]
+    return torch.stack(terms).sum() if terms else None
+
+
 def _second_gradients(
     call: Call,
-    total: Tensor | None,
+    totals: Sequence[Tensor | None],
     seeds: Sequence[Tensor | None],
+    present: Sequence[bool],
     leaves: Sequence,
     wanted: Sequence[bool],
     need_tangent: bool,
 ) -> tuple[Any, Tensors]:
-    none = (None,) * len(leaves)
-    if total is None or not total.requires_grad:
-        return None, none
-    targets = [leaf for leaf, want in zip(leaves, wanted, strict=True) if want]
-    ends = [seed for seed in seeds if seed is not None] if need_tangent else []
-    grads = torch.autograd.grad(total, [*ends, *targets], allow_unused=True)
-    head, tail = iter(grads[: len(ends)]), iter(grads[len(ends) :])
-    sources = tuple(next(tail) if want else None for want in wanted)
+    """totals: of the seeds that are cotangents, and of those that stand for none."""
+    tangents: list[Tensor | None] = [None] * len(seeds)
+    sources: list[Tensor | None] = [None] * len(leaves)
+    for total, here in zip(totals, (True, False), strict=True):
+        if total is None or not total.requires_grad:
+            continue
+        ends = [
+            i for i, (s, p) in enumerate(zip(seeds, present, strict=True))
+            if need_tangent and s is not None and p is here
+        ]  # fmt: skip
+        targets = [i for i, want in enumerate(wanted) if want and here]
+        asked = [*(seeds[i] for i in ends), *(leaves[i] for i in targets)]
+        if not asked:
+            continue
+        grads = torch.autograd.grad(total, asked, allow_unused=True)  # type: ignore[arg-type]
+        for i, grad in zip(ends, grads, strict=False):
+            tangents[i] = grad
+        for i, grad in zip(targets, grads[len(ends) :], strict=True):
+            sources[i] = grad
     if not need_tangent:
-        return None, sources
-    tangents = tuple(None if seed is None else next(head) for seed in seeds)
-    return (tangents if call.node.many else tangents[0]), sources
+        return None, tuple(sources)
+    return (tuple(tangents) if call.node.many else tangents[0]), tuple(sources)
 
 
 def broadcast_adjoint(call: Call, position: int, grad: Tensor) -> Tensor:
