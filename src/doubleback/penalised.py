@@ -296,7 +296,7 @@ class Penalised(CapturedModule):
             bare: Any = replace(program, replay=replay)
         elif isinstance(self.penalty, SpectralNorm):
             bare = SpectralProgram.build(plan, self.penalty, False, replay, {})
-            told = with_iterations(explain(plan, self.penalty), plan, self.penalty.iterations)
+            told = with_iterations(explain(plan, self.penalty), self.penalty.iterations)
         else:
             told = explain(plan, self.penalty)
             bare = Program(plan, self.penalty, asked=tuple(call.asked))
