@@ -5,10 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import doubleback as db
+from doubleback.capture import find_graph
+from doubleback.run import straight_line
 from doubleback.run.bridge import deliver
-from doubleback.run.cuda_graphs import Lent
+from doubleback.run.cuda_graphs import Lent, culprit, innermost
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+TO_COPY = torch.ops.aten._to_copy.default
 
 
 class Replayed:
@@ -95,7 +101,7 @@ def test_who_holds_a_gradient_that_is_added_to(step):
     assert [float(g[0]) for g in parts] == [6.0, 8.0]  # and what reads it
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@needs_gpu
 def test_on_a_device():
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5)).cuda()
@@ -114,3 +120,134 @@ def test_on_a_device():
     found = [run(graphed, sets[:n]) for n in (1, 2, 3)]
     for a, b in zip(expected, found, strict=True):
         torch.testing.assert_close(b, a, rtol=1e-5, atol=1e-6)
+
+
+class Mask(nn.Module):
+    """Writes numbers into a tensor of its own, as windows of attention do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mask = x.new_zeros(x.shape)
+        mask[:, 1:3] = torch.tensor(-2.0)
+        return self.layer(torch.tanh(x + mask) * torch.tensor(0.5))
+
+
+def test_constants_of_the_host_lie_where_they_are_read():
+    """`meta` stands for a device here."""
+    net = Mask()
+    net.layer.to("meta")
+    graph, _ = find_graph(net, None, (torch.randn(4, 6, device="meta"),), {})
+    assert len(graph.constants) == 2
+    assert {t.device.type for t in graph.constants.values()} == {"meta"}
+    assert {m.device.type for m in graph.values if m is not None} == {"meta"}
+    graph, _ = find_graph(Mask(), None, (torch.randn(4, 6),), {})
+    assert {t.device.type for t in graph.constants.values()} == {"cpu"}
+
+
+def test_a_flat_graph_copies_no_constant_of_the_host():
+    weight = torch.tensor([1.0, 2.0])
+
+    def copied(x):
+        return x * weight.to(x.device).expand(3, 2)
+
+    def written(x):
+        return x * weight.to(x.device).add_(1)
+
+    x = torch.randn(3, 2, device="meta")
+    for fn, left in ((copied, 0), (written, 1)):
+        module = make_fx(fn, tracing_mode="fake", _allow_non_fake_inputs=True)(x)
+        assert [n.target for n in module.graph.nodes].count(TO_COPY) == 1
+        straight_line.move_constants(module)
+        assert [n.target for n in module.graph.nodes].count(TO_COPY) == left
+        assert module(x).shape == (3, 2)
+
+
+def test_the_operator_that_a_graph_cannot_hold_is_named():
+    def broken(x, y):
+        return torch.ops.aten.mm.default(torch.ops.aten.sin.default(x), y)
+
+    module = make_fx(broken)(torch.randn(2, 3), torch.randn(3, 2))
+    with pytest.raises(RuntimeError) as found:
+        try:
+            module(torch.randn(2, 3), torch.randn(2, 2))
+        finally:
+            torch.ones(2)[5:].view(3)  # what ending the capture raises
+    assert culprit(innermost(found.value)) == "aten.mm.default"
+
+
+def gpu_step(model: db.Penalised, x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
+    for p in model.parameters():
+        p.grad = None
+    out, loss, penalty = model.accumulate(x, y)
+    return [out, loss, penalty, *(p.grad for p in model.parameters())]  # type: ignore[list-item]
+
+
+class Waits(nn.Module):
+    """An operator that waits for the device, which no capture survives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Dropout(0.3), nn.Linear(8, 5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return waits(self.inner(x))
+
+
+@torch.library.custom_op("doubleback_test::waits", mutates_args=())
+def waits(x: torch.Tensor) -> torch.Tensor:
+    return x * (1 if x.sum().item() < 1e9 else 2)
+
+
+@waits.register_fake
+def _(x):
+    return torch.empty_like(x)
+
+
+waits.register_autograd(lambda ctx, grad: grad)
+
+
+@needs_gpu
+def test_a_capture_that_fails_leaves_all_as_it_was():
+    torch.manual_seed(0)
+    net = Waits().cuda()
+    plain, graphed = (
+        db.Penalised(net, db.LossGradient("mse"), cuda_graph=on) for on in (False, True)
+    )
+    x, y = torch.randn(4, 6).cuda(), torch.randn(4, 5).cuda()
+    torch.cuda.manual_seed(1)
+    expected = [gpu_step(plain, x, y) for _ in range(3)]
+    end = torch.cuda.get_rng_state()
+    stream = torch.cuda.current_stream()
+    torch.cuda.manual_seed(1)
+    with pytest.warns(db.CaptureWarning, match="waits") as said:
+        found = [gpu_step(graphed, x, y) for _ in range(3)]
+    assert len([w for w in said if "cuda_graph" in str(w.message)]) == 1
+    for a, b in zip(expected, found, strict=True):
+        torch.testing.assert_close(b, a, rtol=1e-5, atol=1e-6)
+    assert torch.equal(torch.cuda.get_rng_state(), end)
+    assert torch.cuda.current_stream() == stream
+    torch.randn(3, device="cuda")  # the generator is not taken to be in a capture
+    assert not torch.cuda.is_current_stream_capturing()
+    held = torch.cuda.memory_allocated()
+    torch.empty(1 << 20, device="cuda")
+    assert torch.cuda.memory_allocated() == held
+    other = db.Penalised(nn.Linear(6, 5).cuda(), db.LossGradient("mse"), cuda_graph=True)
+    assert all(t.isfinite().all() for t in gpu_step(other, x, y))  # and captures work
+
+
+@needs_gpu
+def test_constants_of_the_host_are_captured():
+    torch.manual_seed(0)
+    net = Mask().cuda()
+    x, y = torch.randn(4, 6).cuda(), torch.randn(4, 5).cuda()
+    for penalty in (
+        db.LossGradient("mse"),
+        db.LossGradient("mse", db.Norm(db.spaces.Weighted(torch.rand(6) + 1))),
+    ):
+        plain, graphed = (db.Penalised(net, penalty, cuda_graph=on) for on in (False, True))
+        for _ in range(4):
+            a, b = gpu_step(plain, x, y), gpu_step(graphed, x, y)
+            torch.testing.assert_close(b, a, rtol=1e-5, atol=1e-6)

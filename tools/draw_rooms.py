@@ -19,7 +19,7 @@ DRAWING = HOME / "docs" / "rooms.svg"
 
 # Each room may import those above it; those on one line do not import one another.
 ORDER = (
-    ("errors", "dtypes", "_torch", "counting", "state_dicts"),
+    ("errors", "dtypes", "_torch", "counting"),
     ("kernels",),
     ("spaces",),
     ("operators",),
@@ -221,7 +221,7 @@ def _box(room: str, place: tuple[float, int, str]) -> str:
 
 
 def _named(room: str) -> tuple[str, str]:
-    package = room == "" or (ROOT / room).is_dir()
+    package = room == "" or (ROOT / room / "__init__.py").exists()
     return "name", {"": "doubleback"}.get(room, room + ("/" if package else ".py"))
 
 

@@ -28,6 +28,7 @@ class Explanation:
     flops: int | None = None
     peak_bytes: int | None = None
     plan: dict[str, Any] = field(default_factory=dict)
+    way: str = ""
 
     @property
     def total(self) -> dict[str, int]:
@@ -49,6 +50,7 @@ class Explanation:
             "flops": self.flops,
             "peak_bytes": self.peak_bytes,
             "plan": self.plan,
+            "way": self.way,
         }
 
     def __str__(self) -> str:
@@ -73,6 +75,8 @@ class Explanation:
                 f"FLOPs of a step: {_si(self.flops)}; peak memory beyond parameters and input: "
                 f"{_mib(self.peak_bytes)}"
             )
+        if self.way:
+            lines.append(f"runs by {self.way}")
         lines += self._plan_lines()
         lines += [
             f"piecewise linear in x: {'yes' if self.piecewise_linear else 'no'}",

@@ -1,20 +1,360 @@
-"""Which candidate sweeps a Jacobian, and how many seeds at a time: the cheapest that fits."""
+"""Which candidate sweeps a Jacobian, and how many seeds at a time: the cheapest that fits.
+
+What a program costs, in FLOPs, operations and peak memory, is known before it runs, from shapes
+alone: the phases run once on fake tensors, which have shapes but no numbers, so that what is priced
+is what will be executed. FLOPs are counted by PyTorch's own table, memory by following every
+storage from its creation to the end of its last user. Work and memory per seed are affine in the
+number of seeds swept at once, so two sizes give all others.
+"""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import flop_registry
+
+from .._torch import FakeTensorMode, TorchDispatchMode, pytree
+from ..counting import Operations, recording
 from ..errors import InputError, PenaltyWarning
 from ..penalties import MANY_SEEDS, Jacobian
 from ..plan import Plan
-from ..run import Replay
+from ..run import NEAR, Replay
 from ..sweeps import finite_watch
-from .pricing import Profile, Run, free_bytes, profile
 from .programs import JacobianProgram
-from .segments import Segment
-from .strategies import Candidate, Columns, Rows, Waist, candidates
+from .strategies import Candidate, Columns, Rows, Segment, Waist, candidates
+
+# ----------------------------------------------------------------------------------------- prices
+
+
+FLOPS_PER_BYTE = 20  # a few on a CPU, 80 to 200 on a GPU; ranks plans, predicts no time
+
+
+class Meter(TorchDispatchMode):
+    """Counts FLOPs and live bytes of everything executed inside.
+
+    joins: foretell flattened sweeps, which compute a matrix product and the sum that it soon goes
+    into by one `addmm` (straight_line.py): the product is not held, and a sum of two products takes
+    the place of the first. Whether a product goes into a sum is known a few operators later; so the
+    live bytes of the last few operators are kept apart (`_recent`), and the product is subtracted
+    there before they enter the maximum.
+    """
+
+    def __init__(self, known: Iterable[Tensor] = (), *, joins: bool = False) -> None:
+        """known: tensors that exist already and are not counted, nor are views of them."""
+        super().__init__()
+        self.joins = joins
+        self.flops = 0
+        self.written = 0
+        self.live = 0
+        self._highest = 0
+        self._recent: deque[int] = deque([0])  # most live bytes during the last operators
+        self._products: dict[int, int] = {}  # storage of a product → operators ago
+        self._sums: set[int] = set()  # storages of products, and of sums that started with one
+        self._users: dict[int, int] = {}
+        self._known = {t.untyped_storage()._cdata for t in known}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        self._recent.append(self.live)
+        if len(self._recent) > NEAR:
+            self._highest = max(self._highest, self._recent.popleft())
+        self._products = {k: ago + 1 for k, ago in self._products.items() if ago < NEAR - 1}
+        out = func(*args, **kwargs)
+        formula = flop_registry.get(getattr(func, "_overloadpacket", None))
+        if formula is not None:
+            self.flops += formula(*args, **kwargs, out_val=out)
+        for t in pytree.tree_leaves(out):
+            if isinstance(t, Tensor):
+                self.hold(t)
+        if self.joins and func is torch.ops.aten.mm.default:
+            self._products[out.untyped_storage()._cdata] = 0
+            self._sums.add(out.untyped_storage()._cdata)
+        elif func is torch.ops.aten.add.Tensor and not kwargs:
+            self._join(*args, total=out)
+        return out
+
+    @property
+    def peak(self) -> int:
+        """The most bytes alive at once since `restart`."""
+        return max(self._highest, *self._recent)
+
+    def restart(self) -> None:
+        self._highest, self._recent = 0, deque([self.live])
+        self._products.clear()
+
+    def _join(self, left: Any, right: Any, *, total: Tensor) -> None:
+        """left + right, one of which may be a product that need not have existed."""
+        if not (isinstance(left, Tensor) and isinstance(right, Tensor)):
+            return
+        if left.shape != right.shape or left.dtype != right.dtype:
+            return
+        for base, t in ((left, right), (right, left)):
+            ago = self._products.pop(t.untyped_storage()._cdata, None)
+            if ago is not None:
+                size = t.untyped_storage().nbytes()
+                for i in range(len(self._recent) - 1 - ago, len(self._recent)):
+                    self._recent[i] -= size
+                if base.untyped_storage()._cdata in self._sums:
+                    self._recent[-1] -= size
+                    self._sums.add(total.untyped_storage()._cdata)
+                return
+
+    def hold(self, t: Tensor) -> None:
+        """Follow the storage of `t` until its last tensor is gone."""
+        storage = t.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._known:
+            return
+        if key not in self._users:
+            self._users[key] = 0
+            self.written += size
+            self.live += size
+            self._recent[-1] = max(self._recent[-1], self.live)
+        self._users[key] += 1
+        weakref.finalize(t, self._release, key, size).atexit = False
+
+    def _release(self, key: int, size: int) -> None:
+        self._users[key] -= 1
+        if self._users[key] == 0:
+            del self._users[key]
+            self._sums.discard(key)
+            self.live -= size
+
+
+@dataclass(frozen=True)
+class Affine:
+    """A cost through (a, at_a) and (b, at_b), affine in the number of seeds."""
+
+    a: int
+    at_a: float
+    b: int
+    at_b: float
+
+    @property
+    def slope(self) -> float:
+        return (self.at_b - self.at_a) / (self.b - self.a) if self.b > self.a else 0.0
+
+    @property
+    def fixed(self) -> float:
+        return self.at_b - self.slope * self.b
+
+    def __call__(self, c: int) -> float:
+        return self.fixed + self.slope * c
+
+
+@dataclass(frozen=True)
+class Profile:
+    """The cost of a Jacobian program as a function of its chunk."""
+
+    seeds: int
+    divisible: bool
+    open_flops: int
+    close_flops: int
+    part_flops: Affine
+    open_operations: Operations
+    close_operations: Operations
+    part_operations: Operations
+    open_peak: int
+    close_peak: int
+    kept: int
+    part_peak: Affine
+    fixed_written: int
+    part_written: Affine
+
+    def parts(self, chunk: int) -> int:
+        return -(-self.seeds // chunk)
+
+    def flops(self, chunk: int) -> int:
+        per_seed = self.part_flops.slope * self.seeds
+        fixed = self.part_flops.fixed * self.parts(chunk)
+        return round(self.open_flops + self.close_flops + per_seed + fixed)
+
+    def cost(self, chunk: int) -> float:
+        """FLOPs, and bytes written at the exchange rate of a device that is short of bandwidth."""
+        written = self.fixed_written + self.part_written.slope * self.seeds
+        written += self.part_written.fixed * self.parts(chunk)
+        return self.flops(chunk) + FLOPS_PER_BYTE * written
+
+    def peak_bytes(self, chunk: int) -> int:
+        part = self.kept + self.part_peak(min(chunk, self.seeds))
+        return round(max(self.open_peak, part, self.close_peak))
+
+    @property
+    def all_seeds(self) -> Operations:
+        """The operations of every seed together."""
+        each, n = self.part_operations, self.seeds
+        return Operations(n * each.forward, n * each.transpose, n * each.weight_adjoint)
+
+    def largest_chunk(self, budget: int) -> int:
+        """The most seeds at once that stay within `budget` bytes; 0 where not even one does."""
+        if self.peak_bytes(self.seeds) <= budget:
+            return self.seeds
+        if not self.divisible:
+            return 0
+        room = budget - self.kept - self.part_peak.fixed
+        slope = self.part_peak.slope
+        if max(self.open_peak, self.close_peak) > budget or room < slope:
+            return 0
+        return max(1, min(self.seeds, int(room // max(slope, 1))))
+
+
+def profile(program: JacobianProgram, chunk: int | None, runs: dict[int, Run]) -> Profile:
+    """Run every phase on fake tensors, with few seeds and with `chunk` (or as many as show how
+    cost grows: peak memory is convex in the number of seeds, so large numbers tell).
+
+    runs: those there are, by number of seeds; it gains the new ones.
+    """
+    seeds = program.candidate.seeds
+    most = min(seeds, chunk or 16) if program.candidate.divisible else seeds
+    few = max(1, most // 2) if program.candidate.divisible else seeds
+    for size in {few, most} - set(runs):
+        runs[size] = _run(program, size)
+    small, large = runs[few], runs[most]
+
+    def cost(name: str) -> Affine:
+        return Affine(few, getattr(small, name), most, getattr(large, name))
+
+    each = large.part_operations
+    per_seed = Operations(each.forward // most, each.transpose // most, each.weight_adjoint // most)
+    flops, written = cost("part_flops"), cost("part_written")
+    if few == most:  # one size is all there is: everything grows with it
+        flops, written = Affine(0, 0, most, flops.at_b), Affine(0, 0, most, written.at_b)
+    return Profile(
+        seeds, program.candidate.divisible, large.open_flops, large.close_flops, flops,
+        large.open_operations, large.close_operations, per_seed,
+        large.open_peak, large.close_peak, large.kept, cost("part_peak"),
+        large.fixed_written, written,
+    )  # fmt: skip
+
+
+@dataclass
+class Run:
+    """What each phase took, with one number of seeds."""
+
+    open_flops: int = 0
+    close_flops: int = 0
+    part_flops: int = 0
+    open_operations: Any = None
+    close_operations: Any = None
+    part_operations: Any = None
+    open_peak: int = 0
+    close_peak: int = 0
+    part_peak: int = 0
+    kept: int = 0
+    fixed_written: int = 0
+    part_written: int = 0
+
+
+def _run(program: JacobianProgram, size: int) -> Run:
+    found = Run()
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        leaves = _fake_leaves(program.plan)
+        with Meter(leaves.values(), joins=True) as meter:
+
+            def phase(fn: Callable[[], Any]) -> tuple[Any, int, Operations, int]:
+                before = meter.flops
+                meter.restart()
+                with recording() as operations:
+                    result = fn()
+                return result, meter.flops - before, operations, meter.peak
+
+            opened, found.open_flops, found.open_operations, found.open_peak = phase(
+                lambda: program._open(leaves)
+            )
+            outputs, mutated, swept = opened
+            del opened, mutated
+            bank = program.candidate.bank(swept.state)[:size]
+            found.kept = meter.live
+            out = swept.values[program.plan.target]
+            weight = program._weight(leaves, out)
+            found.fixed_written = meter.written
+            result, found.part_flops, found.part_operations, peak = phase(
+                lambda: program._part(swept, bank, weight, {})
+            )
+            values, sources = result
+            del result
+            found.part_written = meter.written - found.fixed_written
+            if size < program.candidate.seeds:  # chunks to come find the sources of those before
+                again, _, _, peak = phase(lambda: program._part(swept, bank, weight, sources))
+                values, sources = again
+                del again
+            found.part_peak = peak - found.kept
+            grads = {program.plan.target: torch.empty_like(out)}
+            held, found.close_flops, found.close_operations, found.close_peak = phase(
+                lambda: program._close(swept, sources, values.sum(), grads, keep=False)
+            )
+            found.fixed_written = meter.written - found.part_written
+            del held, outputs
+    return found
+
+
+@dataclass(frozen=True)
+class Price:
+    """FLOPs of one step, its bilinear operations, and the most bytes it holds at once."""
+
+    flops: int
+    operations: Operations
+    peak_bytes: int
+
+
+def price(program: Any, extra: Sequence[Any], twice: bool = False) -> Price:
+    """A whole step, forward to gradients, run on fake tensors. twice: a first time without being
+    looked at, for programs that flatten their sweeps then; what counts are the flat ones."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with mode, torch.no_grad():
+        leaves = _fake_leaves(program.plan)
+        more = pytree.tree_map_only(Tensor, mode.from_tensor, tuple(extra))
+        if twice:
+            _step(program, leaves, more)
+        with Meter(leaves.values(), joins=not twice) as meter, recording() as operations:
+            _step(program, leaves, more)
+    return Price(meter.flops, operations, meter.peak)
+
+
+def _step(program: Any, leaves: dict[int, Tensor], extra: tuple) -> None:
+    outputs, values, _, state = program.first(leaves, extra)
+    seeds = {
+        v: torch.empty_like(t)
+        for v, t in zip(program.plan.outputs, outputs, strict=True)
+        if t.is_floating_point()
+    }
+    program.last(state, extra, seeds, torch.empty_like(values))
+
+
+def _fake_leaves(plan: Plan) -> dict[int, Tensor]:
+    """A fake tensor per value that the sweeps start from; they exist before, and cost nothing."""
+    leaves = {}
+    for v in (*plan.penalised, *plan.leaves):
+        meta = plan.graph.values[v]
+        assert meta is not None
+        leaves[v] = torch.empty(meta.shape, dtype=meta.dtype, device=meta.device)
+    return leaves
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that the sweeps may still take: most of what the device has left."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(0.9 * (free + idle))
+    try:
+        with open("/proc/meminfo") as lines:
+            for line in lines:
+                if line.startswith("MemAvailable"):
+                    return int(0.5 * int(line.split()[1]) * 1024)
+    except OSError:
+        pass
+    return 4 * 2**30
+
+
+# ----------------------------------------------------------------------------------------- choice
 
 
 class Prices:

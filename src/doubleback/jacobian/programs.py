@@ -29,8 +29,7 @@ from ..plan import Plan, make_plan
 from ..rules import add
 from ..run import First, FlattenedProgram, Program, Replay
 from ..spaces import dual_square
-from .segments import Sources, finished, zero
-from .strategies import Candidate
+from .strategies import Candidate, Sources, finished, zero
 
 if TYPE_CHECKING:
     from .planner import Decision

@@ -17,8 +17,7 @@ import torch
 
 from ..errors import DoublebackError
 from .curves import Curve, Piecewise
-from .paths import Coordinate
-from .polytopes import Polytopes
+from .paths import Coordinate, Polytopes
 from .verdict import Verdict, mean_curve
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from ..dtypes import accumulation
 from ..errors import InputError
 from ..rules import softmax_curvature, softmax_derivative
 from ..spaces import Euclidean, dual_square
-from .norms import Norm, SquaredNorm
+from .losses import Norm, SquaredNorm
 from .one_seed import Penalty
 
 PLANS = ("auto", "rows", "columns", "waist", "diagonal")
@@ -145,6 +145,10 @@ class Jacobian(Penalty):
     def seed(self, out: Tensor, *extra: Tensor) -> Tensor:
         raise InputError("Jacobian has many seeds; see oracle_seeds")
 
+    @property
+    def one_seed(self) -> bool:
+        return self.projections == 1
+
     def oracle_seeds(self, out: Tensor, x: Sequence[Tensor], *extra: Tensor) -> Sequence[Tensor]:
         """Every v⟨i⟩ by its definition, for the oracle: for softmax the rows of S themselves."""
         if self.of == "softmax" and self.projections is None:
@@ -265,6 +269,10 @@ class SpectralNorm(Penalty):
 
     def seed(self, out: Tensor, *extra: Tensor) -> Tensor:
         raise InputError("SpectralNorm finds its seed by power iteration")
+
+    @property
+    def one_seed(self) -> bool:
+        return False
 
     def oracle_seeds(
         self, out: Tensor, x: Sequence[Tensor], *extra: Tensor, carried: dict | None = None

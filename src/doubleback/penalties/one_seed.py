@@ -26,9 +26,7 @@ from ..errors import InputError
 from ..graph import draws
 from ..run import refuse_others
 from ..spaces import per_example
-from .fingerprint import fingerprint
-from .losses import Loss, make_loss
-from .norms import PER_EXAMPLE, SquaredNorm, as_norm
+from .losses import PER_EXAMPLE, CallableLoss, Loss, SquaredNorm, as_norm, fingerprint, make_loss
 
 REDUCTIONS = ("mean", "sum", "none")
 
@@ -148,6 +146,15 @@ class Penalty(ABC):
         """Every v whose penalty p(J*v) adds to the total, for the oracle."""
         return [self.oracle_seed(out, *extra)]
 
+    @property
+    def one_seed(self) -> bool:
+        """Whether one v is all there is: then autograd takes the same products as the sweeps."""
+        return True
+
+    def quick_seeds(self, out: Tensor, x: Sequence[Tensor], *extra: Tensor) -> Sequence[Tensor]:
+        """The same in the fewest operations, for networks that run on autograd by choice."""
+        return self.oracle_seeds(out, x, *extra)
+
     def check(self, out_shape: Sequence[int], x: Sequence[Tensor], *extra: Any) -> None:
         """Raise an `InputError` where the arguments do not fit: here, where several inputs do not
         have one row per example each. A penalty of your own calls this one first."""
@@ -234,6 +241,11 @@ class LossGradient(Penalty):
     def oracle_seed(self, out: Tensor, *extra: Tensor) -> Tensor:
         values = self.loss.values(out, extra[0])
         return torch.autograd.grad(values.sum(), out, create_graph=True)[0]
+
+    def quick_seeds(self, out: Tensor, x: Sequence[Tensor], *extra: Tensor) -> Sequence[Tensor]:
+        if isinstance(self.loss, CallableLoss):
+            return super().quick_seeds(out, x, *extra)
+        return [self.loss.gradient(out, extra[0])]  # a formula, which autograd differentiates
 
     def head(self, out: Tensor, h: Tensor, *extra: Tensor) -> Tensor | None:
         return self.loss.hessian(out, extra[0], h)

@@ -8,14 +8,20 @@ copies it first.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import linecache
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .. import _torch
 from .._torch import pytree, storage_use_count
 from ..counting import Operations, recording, replayed
+from ..errors import DoublebackError
+from ..graph import Node
 from .state import copies
 
 WARM_UP = 3  # calls before capture: kernels are chosen, sweeps are flattened
@@ -68,12 +74,17 @@ def users(storage: int | None) -> int:
     return 0 if storage is None else storage_use_count(storage)
 
 
+class GraphRefused(DoublebackError, RuntimeError):
+    """A step that cannot be captured; the message names the operator. Nothing is left changed."""
+
+
 class GraphedStep:
     """fn(moving, fixed) → nested tensors, captured once and replayed.
 
     moving, fixed: nested tensors and constants, of the same shapes and dtypes in every call. A
     fixed tensor that does move after all (a parameter that was replaced) gets a buffer as well,
     at the price of one more capture. gradients: those among the results, which are `lent`.
+    Warming up and capturing draw no random numbers that a caller would miss. Raises `GraphRefused`.
     """
 
     lent: Lent
@@ -91,7 +102,11 @@ class GraphedStep:
         count = len(pytree.tree_leaves(own))
         self.owned = [i < count for i in range(len(self.leaves))]
         self.operations = Operations()
-        self._warm()
+        before = torch.cuda.get_rng_state()
+        try:
+            self._warm()
+        finally:
+            torch.cuda.set_rng_state(before)
         self._capture()
 
     def _run(self) -> Any:
@@ -106,8 +121,8 @@ class GraphedStep:
         torch.cuda.current_stream().wait_stream(stream)
 
     def _capture(self) -> None:
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph), recording() as self.operations:
+        self.graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
+        with _undone(pool), torch.cuda.graph(self.graph, pool=pool), recording() as self.operations:
             self.out = self._run()
         self.lent = Lent(self.gradients(self.out))
 
@@ -130,3 +145,61 @@ class GraphedStep:
         self.graph.replay()
         replayed(self.operations)
         return self.out, self.lent.hand_out()
+
+
+@contextmanager
+def _undone(pool: tuple[int, int]) -> Iterator[None]:
+    """A capture that fails is undone. PyTorch leaves its stream current then, its memory open for
+    what is allocated next, and the generator as if the capture still ran."""
+    stream, before = torch.cuda.current_stream(), torch.cuda.get_rng_state()
+    try:
+        yield
+    except BaseException as error:
+        torch.cuda.set_stream(stream)
+        _close(pool)
+        torch.cuda.set_rng_state(before)
+        if not isinstance(error, Exception):
+            raise
+        first = innermost(error)
+        text = (str(first).strip() or type(first).__name__).splitlines()[0]
+        raise GraphRefused(f"{culprit(first)} ({text})") from error
+
+
+def _close(pool: tuple[int, int]) -> None:
+    """End what a failed capture began, as far as it was not ended: a capture that succeeds tells
+    the generator that none runs any more."""
+    device = torch.cuda.current_device()
+    with suppress(RuntimeError):  # it was ended
+        _torch.cuda_end_allocate_to_pool(device, pool)
+        _torch.cuda_release_pool(device, pool)
+    place = torch.zeros((), device="cuda")
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        place.add_(0)
+
+
+def innermost(error: BaseException) -> BaseException:
+    """The error that came first: ending a broken capture raises another."""
+    while error.__context__ is not None:
+        error = error.__context__
+    return error
+
+
+_CALL = re.compile(r"= (?:torch\.ops\.|torch\.|\w+\.)?(\w+(?:\.\w+)*)\(")
+
+
+def culprit(error: BaseException) -> str:
+    """The operator that raised it: of the node that was running, or of a flat graph's line."""
+    frames = []
+    trace = error.__traceback__
+    while trace is not None:
+        frames.append((trace.tb_frame, trace.tb_lineno))
+        trace = trace.tb_next
+    for frame, number in reversed(frames):
+        node = frame.f_locals.get("node")
+        if isinstance(node, Node):
+            return str(node)
+        file = frame.f_code.co_filename
+        found = _CALL.search(linecache.getline(file, number)) if file.startswith("<") else None
+        if found is not None:
+            return found[1]
+    return "an operator of this step"

@@ -9,8 +9,18 @@ Flags per value (theory §2, any directed acyclic graph):
     reaching    the penalised output depends on it: it carries ξ
     moving      its tangent q is read by someone
 
-Values that are not dependent are computed before the sweeps, under ordinary autograd; those
-that the sweeps read are the *effective parameters*.
+Values that are not dependent are computed before the sweeps, under ordinary autograd; those that
+the sweeps read are the *effective parameters*.
+
+Renewals are cotangents that are computed again where they are read, instead of held from sweep to
+sweep. The tangent sweep reads ξ at every node that bends. Where u = K(θ, w) goes into y = F(u)
+alone and F bends too, ξ_u = (∂F)*ξ_y: with F light (one pass over memory, as for activations and
+norms) only ξ_y is held, and the tangent sweep, which comes to K before F, pulls it through F once
+more. Light nodes that do not bend themselves (permutations, casts) may stand between.
+
+Operators that draw random numbers say so by a tag: PyTorch's own are tagged
+`nondeterministic_seeded`; one from `torch.library` is if its author thought of it. So one without
+is run once, on numbers made up for it, while the generators are watched.
 """
 
 from __future__ import annotations
@@ -18,14 +28,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from ..errors import RuleError
-from ..graph import Graph, Node, draws
-from ..rules import GENERIC, Rule, Structure, convolution_of, find_rule
-from .draws import draws_untold
-from .renewal import Renewal, find_renewals
+from ._torch import disable_current_modes
+from .errors import RuleError
+from .graph import Graph, Meta, Node, Ref, draws, map_refs
+from .rules import GENERIC, Rule, Structure, convolution_of, find_rule
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -377,3 +389,98 @@ def _check_random(graph: Graph, step: Step) -> None:
             f"{step.node} draws random numbers and has no rule of its own, so its derivative "
             f"would see other numbers ({step.node.source}). Remedy: db.register_rule for it."
         )
+
+
+# --------------------------------------------------------------------------------------- renewals
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Renewal:
+    """ξ of a node's output number `place` is what `reader` pulls to its input `slot`."""
+
+    place: int
+    reader: Step
+    slot: int
+
+
+def find_renewals(graph: Graph, steps: Sequence[Step], target: int) -> dict[int, Renewal]:
+    """By node, how its ξ is had from that of the one node which reads it.
+
+    A node is left out where its ξ has several sources (the penalised output's own among them),
+    where it comes through a heavy node or a larger one, and where nobody down the line holds any.
+    """
+    readers: dict[int, list[tuple[Step, int]]] = {}
+    for step in steps:
+        for slot, (v, on) in enumerate(zip(step.node.inputs, step.pull, strict=True)):
+            if on:
+                readers.setdefault(v, []).append((step, slot))
+    found: dict[int, Renewal] = {}
+    for step in reversed(steps):
+        places = [i for i, v in enumerate(step.node.outputs) if v in readers or v == target]
+        if len(places) != 1:
+            continue
+        value = step.node.outputs[places[0]]
+        if value == target or len(readers[value]) != 1:
+            continue
+        reader, slot = readers[value][0]
+        held = reader.curves or reader.node.index in found
+        grows = prod(graph.shape(reader.node.outputs[0])) > prod(graph.shape(value))
+        if held and reader.rule.renews and not grows:
+            found[step.node.index] = Renewal(places[0], reader, slot)
+    return found
+
+
+# ------------------------------------------------------------------------------------------ draws
+
+
+# of PyTorch itself: tagged, or not to be run by one process alone
+_TAGGED = ("aten", "prims", "prim", "doubleback", "rngprims", "higher_order", "torchvision")
+_TOGETHER = (
+    "c10d",
+    "_c10d_functional",
+    "_c10d_functional_autograd",
+    "_dtensor",
+    "symm_mem",
+    "fsdp",
+)
+_KNOWN = frozenset({*_TAGGED, *_TOGETHER})
+_FOUND: dict[Any, bool] = {}
+
+
+def draws_untold(graph: Graph, node: Node) -> bool:
+    """Whether a node's operator, of somebody else's, moves a generator; looked at once for each.
+    One that cannot be run on made-up numbers counts as one that does not."""
+    op = node.op
+    if getattr(op, "namespace", "aten") in _KNOWN:
+        return False
+    if op not in _FOUND:
+        _FOUND[op] = _moves_a_generator(graph, node)
+    return _FOUND[op]
+
+
+def _moves_a_generator(graph: Graph, node: Node) -> bool:
+    def made_up(ref: Ref) -> Tensor:
+        meta = graph.values[ref.index]
+        assert meta is not None
+        return _numbers(meta)
+
+    devices = {m.device for v in node.inputs if (m := graph.values[v]) is not None}
+    cuda = [d for d in devices if d.type == "cuda"]
+    with disable_current_modes(), torch.no_grad(), torch.random.fork_rng(cuda):
+        args, kwargs = map_refs((node.args, dict(node.kwargs)), made_up)
+        before = _states(cuda)
+        try:
+            node.op(*args, **kwargs)
+        except Exception:
+            return False
+        return any(not torch.equal(a, b) for a, b in zip(before, _states(cuda), strict=True))
+
+
+def _numbers(meta: Meta) -> Tensor:
+    """Ones, in the domain of most functions; integers are zero, an index into anything."""
+    make = torch.ones if meta.differentiable or meta.dtype is torch.bool else torch.zeros
+    return make(meta.shape, dtype=meta.dtype, device=meta.device)
+
+
+def _states(cuda: list[torch.device]) -> list[Tensor]:
+    return [torch.get_rng_state(), *(torch.cuda.get_rng_state(d) for d in cuda)]

@@ -24,9 +24,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import mode
-from ..launch import Launch, available, jit, look, planned, tl, triton
-from .stock import EFFICIENT
+from . import launch
+from .launch import Launch, available, jit, look, planned, tl, triton
 
 _MAX_WIDTH = 128
 # BM, BN, warps and pipeline stages, such that sums and tiles stay in registers on an H200; and what
@@ -438,11 +437,10 @@ def supported(mask: Tensor | None, *tensors: Tensor) -> bool:
     )
 
 
-def better_first(backend: int, mask: Tensor | None, *tensors: Tensor) -> bool:
-    """Whether the vjp is better computed here than by the kernel that computed the forward:
-    PyTorch's efficient attention multiplies float32 in three TF32 products, allowed or not."""
-    exact = tensors[0].dtype == torch.float32
-    return backend == EFFICIENT and exact and supported(mask, *tensors)
+def better_first(mask: Tensor | None, *tensors: Tensor) -> bool:
+    """Whether the vjp is better computed here than by PyTorch's efficient attention, which
+    multiplies float32 in three TF32 products, allowed or not."""
+    return tensors[0].dtype == torch.float32 and supported(mask, *tensors)
 
 
 def first(
@@ -450,7 +448,7 @@ def first(
     causal: bool, scale: float, want: Sequence[bool],
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """(dq, dk, dv), None where `want` says no; shapes as for `second`."""
-    call = torch.ops.doubleback.attention_first if mode.watched() else _launch_first
+    call = torch.ops.doubleback.attention_first if launch.watched() else _launch_first
     return _placed(want, call(xi, q, k, v, out, lse, mask, causal, scale, list(want)))
 
 
@@ -475,7 +473,7 @@ def second(
     (b or 1, Hq or 1, N or 1, M or 1). Under a dispatch mode (tracing, fake tensors) this is one
     node, ``doubleback::attention_second``.
     """
-    call = torch.ops.doubleback.attention_second if mode.watched() else _launch
+    call = torch.ops.doubleback.attention_second if launch.watched() else _launch
     return _placed(want, call(xi, tq, tk, tv, q, k, v, out, lse, mask, causal, scale, want))
 
 
@@ -503,8 +501,8 @@ def _launch(xi, tq, tk, tv, q, k, v, out, lse, mask, causal, scale, want) -> lis
     stats = torch.empty(plan.stats, dtype=torch.float32, device=q.device)
     mask = _readable(mask, q)
     tq, tk, tv, xi = (q if t is None else t for t in (tq, tk, tv, xi))
-    for launch in plan.rows:
-        launch(q, tq, xi, out, k, tk, v, tv, t_out, sq, lse, stats, mask)
+    for walk in plan.rows:
+        walk(q, tq, xi, out, k, tk, v, tv, t_out, sq, lse, stats, mask)
     if plan.columns is not None:
         plan.columns(q, tq, xi, k, tk, v, tv, sk, sv, lse, stats, mask)
     return results
@@ -602,8 +600,8 @@ def _launch_first(xi, q, k, v, out, lse, mask, causal, scale, want) -> list[Tens
     dq, dk, dv = _placed(want, results, q)
     means = torch.empty(plan.stats, dtype=torch.float32, device=q.device)
     mask = _readable(mask, q)
-    for launch in plan.rows:
-        launch(q, xi, out, k, v, dq, lse, means, mask)
+    for walk in plan.rows:
+        walk(q, xi, out, k, v, dq, lse, means, mask)
     if plan.columns is not None:
         plan.columns(q, xi, k, v, dk, dv, lse, means, mask)
     return results
@@ -667,14 +665,14 @@ def _fake(xi, tq, tk, tv, q, k, v, out, lse, mask, causal, scale, want):
     return _empty(want, out, q, k, v)
 
 
-mode.opaque(
+launch.opaque(
     "attention_second(Tensor? xi, Tensor? tq, Tensor? tk, Tensor? tv, Tensor q, Tensor k, "
     "Tensor v, Tensor out, Tensor lse, Tensor? mask, bool causal, float scale, bool[] want) "
     "-> Tensor[]",
     _launch,
     _fake,
 )
-mode.opaque(
+launch.opaque(
     "attention_first(Tensor xi, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
     "Tensor? mask, bool causal, float scale, bool[] want) -> Tensor[]",
     _launch_first,

@@ -21,17 +21,150 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ...dtypes import accumulation, is_half
-from ...errors import InputError
-from .. import launch, mode
-from ..mode import eager
-from . import fused as triton_kernels
-from .groups import Groups, Point, Three, cast, layout
+from ..dtypes import accumulation, is_half
+from ..errors import InputError
+from . import launch, standardisation_triton
+from .launch import batched, eager
+
+# Which entries are standardised together, and where derivatives are taken ------------------------
+
+
+Three = tuple[Tensor | None, Tensor | None, Tensor | None]
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Which entries of x are standardised together, and how the weight is laid over them.
+
+    | constructor     | x                  | one group        | weight            | μ, r       |
+    | --------------- | ------------------ | ---------------- | ----------------- | ---------- |
+    | `layer_norm(s)` | (…, *s)            | the last axes s  | s                 | (…, 1 … 1) |
+    | `rms_norm(s)`   | (…, *s)            | the same, μ = 0  | s                 | (…, 1 … 1) |
+    | `group_norm(G)` | (N, C, …)          | C/G channels     | C                 | (N, G)     |
+    | `instance_norm` | (N, C, …)          | one channel      | C                 | (N, C)     |
+    | `batch_norm`    | (N, C, …)          | channel, all N   | C                 | (C,)       |
+
+    >>> Groups.group_norm(2).size(torch.empty(3, 4, 5, 5))
+    50
+    """
+
+    kind: str  # "rows", "channels" or "batch"
+    shape: tuple[int, ...] = ()  # rows: the normalised shape
+    count: int = 0  # channels: groups per example; 0: one per channel
+    rms: bool = False
+
+    @classmethod
+    def layer_norm(cls, normalized_shape: Sequence[int]) -> Groups:
+        return cls("rows", tuple(normalized_shape))
+
+    @classmethod
+    def rms_norm(cls, normalized_shape: Sequence[int]) -> Groups:
+        return cls("rows", tuple(normalized_shape), rms=True)
+
+    @classmethod
+    def group_norm(cls, num_groups: int) -> Groups:
+        return cls("channels", count=num_groups)
+
+    @classmethod
+    def instance_norm(cls) -> Groups:
+        return cls("channels")
+
+    @classmethod
+    def batch_norm(cls) -> Groups:
+        return cls("batch")
+
+    def per_example(self, x: Tensor) -> int:
+        """Groups per example, of norms over channels."""
+        channels = x.shape[1]
+        count = self.count or channels
+        if channels % count:
+            raise InputError(
+                f"group norm: {channels} channels of x {tuple(x.shape)} do not divide into "
+                f"{count} groups; choose a divisor of {channels}"
+            )
+        return count
+
+    def split(self, x: Tensor) -> Tensor:
+        """View of x in which group axes are whole axes: (N, G, C/G, …) for norms over channels."""
+        if self.kind != "channels":
+            return x
+        count = self.per_example(x)
+        return x.view(x.shape[0], count, x.shape[1] // count, *x.shape[2:])
+
+    def axes(self, x: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Axes of the split x that a group spans: where the weight is constant, where it varies."""
+        if self.kind == "rows":
+            return (), tuple(range(x.dim() - len(self.shape), x.dim()))
+        if self.kind == "channels":
+            return tuple(range(3, x.dim() + 1)), (2,)
+        return (0, *range(2, x.dim())), ()
+
+    def size(self, x: Tensor) -> int:
+        """m, the number of entries in a group."""
+        view = self.split(x)
+        return math.prod(view.shape[axis] for part in self.axes(x) for axis in part)
+
+    def spread(self, values: Tensor, x: Tensor) -> Tensor:
+        """Statistics, or a weight, as a tensor that broadcasts against the split x."""
+        if self.kind == "rows":
+            return values
+        if self.kind == "batch":
+            return values.view(-1, *[1] * (x.dim() - 2))
+        count = self.per_example(x)
+        shape = (1, count, x.shape[1] // count) if values.dim() == 1 else (*values.shape, 1)
+        return values.view(*shape, *[1] * (x.dim() - 2))
+
+    def layout(self, x: Tensor) -> torch.memory_format:
+        """Channels-last for norms over channels where x is laid out so and not also contiguous."""
+        if self.kind == "rows" or batched():
+            return torch.contiguous_format
+        for form in (torch.channels_last, torch.channels_last_3d):
+            if not x.is_contiguous() and x.is_contiguous(memory_format=form):
+                return form
+        return torch.contiguous_format
+
+
+class Point(NamedTuple):
+    """Where derivatives are taken: x with its statistics, and the weight."""
+
+    groups: Groups
+    x: Tensor
+    mean: Tensor | None
+    rstd: Tensor
+    weight: Tensor | None
+
+    @classmethod
+    def of(cls, groups, x, mean, rstd, weight) -> Point:
+        dtype = accumulation(x.dtype)
+        if mean is not None and mean.dtype != dtype:
+            mean = mean.to(dtype)
+        return cls(groups, x, mean, rstd if rstd.dtype == dtype else rstd.to(dtype), weight)
+
+    @property
+    def weight_shape(self) -> list[int]:
+        return list(self.groups.shape or self.x.shape[1:2])
+
+    def in_statistics_dtype(self) -> Point:
+        x = self.x.to(self.rstd.dtype).contiguous(memory_format=self.groups.layout(self.x))
+        return self._replace(x=x, weight=cast(self.weight, self.rstd))
+
+    def like_x(self, u: Tensor) -> Tensor:
+        return u.to(self.x.dtype).contiguous(memory_format=self.groups.layout(self.x))
+
+
+def cast(value: Tensor | None, like: Tensor) -> Tensor | None:
+    return None if value is None else value.to(like.dtype)
+
+
+# Value, vjp, tangent and curvature source --------------------------------------------------------
+
 
 aten = torch.ops.aten
 
@@ -116,7 +249,7 @@ def standardise_second(
         raise InputError("standardise_second: s_x and s_w need the cotangent xi, which is None")
     at = Point.of(groups, x, mean, rstd, weight)
     if fused and x.is_cuda and x.numel() and launch.available():
-        return triton_kernels.second(at, xi, q, mask)
+        return standardisation_triton.second(at, xi, q, mask)
     compute = second_on_cpu if fused and x.is_cpu and x.numel() else second_formula
     t_y, s_x, s_w = compute(at.in_statistics_dtype(), q if xi is None else xi, q, mask)
     return cast(t_y, x), cast(s_x, x), None if weight is None else cast(s_w, weight)
@@ -220,7 +353,7 @@ def stock_arguments(
 def stock_forward(
     groups: Groups, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float | None
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    form = layout(groups, x)
+    form = groups.layout(x)
     x = x.contiguous(memory_format=form)
     if groups.rms:
         y, rstd = aten._fused_rms_norm(x, list(groups.shape), weight, eps)
@@ -236,7 +369,7 @@ def stock_forward(
 
 def stock_backward(at: Point, xi: Tensor, mask: list[bool]) -> Three:
     groups, x, mean, rstd, weight = at
-    form = layout(groups, x)
+    form = groups.layout(x)
     xi, x = at.like_x(xi), at.like_x(x)
     if groups.kind == "rows":
         shape = list(groups.shape)
@@ -447,14 +580,14 @@ def _launch(
 
 
 def _fake(xi, q, x, mean, rstd, weight, kind, shape, count, rms, wanted, tangent):
-    form = layout(Groups(kind, tuple(shape), count, rms), x)
+    form = Groups(kind, tuple(shape), count, rms).layout(x)
     found = [torch.empty_like(x, memory_format=form) for need in (tangent, wanted[0]) if need]
     if wanted[1] and weight is not None:
         found.append(torch.empty_like(weight))
     return found
 
 
-mode.opaque(
+launch.opaque(
     "standardise_second(Tensor? xi, Tensor q, Tensor x, Tensor? mean, Tensor rstd, "
     "Tensor? weight, str kind, int[] shape, int count, bool rms, bool[] wanted, bool tangent) "
     "-> Tensor[]",
@@ -468,9 +601,9 @@ def second_now(
     weight: Tensor | None, wanted: Sequence[bool], tangent: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """`standardise_second` in the form that the sweeps need now."""
-    if not (mode.recording() and mode.on_cuda(x) and not mode.fusing()):
+    if not (launch.recording() and launch.on_cuda(x) and not launch.fusing()):
         return standardise_second(
-            groups, xi, q, x, mean, rstd, weight, wanted, tangent, fused=not mode.fusing()
+            groups, xi, q, x, mean, rstd, weight, wanted, tangent, fused=not launch.fusing()
         )
     results = torch.ops.doubleback.standardise_second(
         xi, q, x, mean, rstd, weight, groups.kind, list(groups.shape), groups.count, groups.rms,

@@ -22,14 +22,16 @@ In two passes x is seen as (O, C, S), with any strides: O examples, C channels, 
 # pyright: reportInvalidTypeForm=false
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ...dtypes import accumulation
-from ..launch import Launch, jit, look, planned, power_of_two, resident, tl, triton
-from .groups import Groups, Point, Three, layout
+from ..dtypes import accumulation
+from .launch import Launch, jit, look, planned, power_of_two, resident, tl, triton
+
+if TYPE_CHECKING:
+    from .standardisation import Groups, Point, Three
 
 LONGEST = 8192  # entries of a row that is kept in registers: more of them spill
 TILE = 2048  # entries that a program holds at a time, where it can choose
@@ -297,7 +299,7 @@ def apply_kernel(
 class _Kind(NamedTuple):
     """Everything that calls with the same launches have in common."""
 
-    groups: Groups
+    groups: "Groups"
     shape: tuple[int, ...]
     contiguous: bool  # else channels-last
     dtype: torch.dtype
@@ -360,12 +362,12 @@ class _StandardisationPlan(NamedTuple):
 
     @classmethod
     def of(
-        cls, at: Point, xi: Tensor | None, q: Tensor, mask: Sequence[bool]
+        cls, at: "Point", xi: Tensor | None, q: Tensor, mask: Sequence[bool]
     ) -> "_StandardisationPlan":
         groups, x = at.groups, at.x
         if groups.kind == "channels":
             groups.per_example(x)  # says which channels do not divide
-        form = layout(groups, x)
+        form = groups.layout(x)
         images, others = (x, q, xi), at[2:]
         copies = not all(t is None or t.is_contiguous(memory_format=form) for t in images)
         copies = copies or not all(t is None or t.is_contiguous() for t in others)
@@ -380,7 +382,7 @@ class _StandardisationPlan(NamedTuple):
 _plans: dict[Any, _StandardisationPlan] = {}
 
 
-def second(at: Point, xi: Tensor | None, q: Tensor, mask: Sequence[bool]) -> Three:
+def second(at: "Point", xi: Tensor | None, q: Tensor, mask: Sequence[bool]) -> "Three":
     """(t_y, s_x, s_w) as in `standardise_second`; `mask` says which are wanted."""
     groups, x, mean, rstd, weight = at
     key = (groups, *mask, *map(look, (xi, q, x, mean, rstd, weight)))

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from .. import launch, mode
-from ..launch import Launch, jit, look, planned, power_of_two, resident, tl
+from . import launch
+from .launch import Launch, jit, look, planned, power_of_two, resident, tl
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LARGEST = 7  # taps along an axis: K□ holds a row of them in registers,
@@ -320,7 +320,7 @@ def _pair(values: Sequence[int]) -> Pair:
 
 def _known(tensors: Sequence[Tensor]) -> bool:
     """Whether the kernels here can be called with these tensors now."""
-    if not launch.available() or not mode.on_cuda(*tensors):
+    if not launch.available() or not launch.on_cuda(*tensors):
         return False
     dtype = tensors[0].dtype
     if dtype not in DTYPES or any(t.dtype != dtype for t in tensors):
@@ -329,7 +329,7 @@ def _known(tensors: Sequence[Tensor]) -> bool:
         return False  # PyTorch differentiates its own operators only
     if any(map(_channels_first, tensors)):
         return False  # two copies more, and a layout that the caller does not expect
-    return mode.recording() or mode.fusing() or mode.eager(*tensors)
+    return launch.recording() or launch.fusing() or launch.eager(*tensors)
 
 
 def _channels_first(t: Tensor) -> bool:
@@ -497,19 +497,19 @@ def _launch_adjoint(x, y, kernel, stride, padding, dilation, bias) -> list[Tenso
 
 # As operators ------------------------------------------------------------------------------------
 
-mode.opaque(
+launch.opaque(
     "depthwise(Tensor x, Tensor weight, Tensor? bias, int[] stride, int[] padding, "
     "int[] dilation) -> Tensor",
     _launch_forward,
     lambda x, weight, bias, *geometry: _empty(x, _out(x, weight, geometry)),
 )
-mode.opaque(
+launch.opaque(
     "depthwise_transpose(Tensor y, Tensor weight, int[] sizes, int[] stride, int[] padding, "
     "int[] dilation) -> Tensor",
     _launch_transpose,
     lambda y, weight, sizes, *geometry: _empty(y, sizes),
 )
-mode.opaque(
+launch.opaque(
     "depthwise_adjoint(Tensor x, Tensor y, int[] kernel, int[] stride, int[] padding, "
     "int[] dilation, bool bias) -> Tensor[]",
     _launch_adjoint,
@@ -521,7 +521,7 @@ mode.opaque(
 
 
 _forward, _transpose, _adjoint = (
-    mode.direct[op.default]
+    launch.direct[op.default]
     for op in (
         torch.ops.doubleback.depthwise,
         torch.ops.doubleback.depthwise_transpose,
