@@ -57,6 +57,8 @@ def modules(root: Path = ROOT) -> dict[Name, Path]:
     """Every module, a package standing for its `__init__`."""
     named = {}
     for path in sorted(root.rglob("*.py")):
+        if path.name == "__main__.py":  # `python -m`: one call, no code of its own
+            continue
         *rooms, name = path.relative_to(root).with_suffix("").parts
         named[tuple(rooms) if name == "__init__" else (*rooms, name)] = path
     return named

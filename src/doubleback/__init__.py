@@ -36,6 +36,7 @@ from .penalties import (
     LossGradient,
     Norm,
     OutputGradient,
+    Penalty,
     SpectralNorm,
     SquaredNorm,
 )
@@ -76,6 +77,7 @@ __all__ = [
     "OutputGradient",
     "PatchError",
     "Penalised",
+    "Penalty",
     "PenaltyWarning",
     "Rule",
     "RuleError",

@@ -40,6 +40,7 @@ from .run import (
     deliver,
     kind,
     no_autocast,
+    read_state,
     remember,
     run_prelude,
     scale,
@@ -213,6 +214,8 @@ class Penalised(CapturedModule):
                 own_loss.check(site.shape, target)
             program, state = self._program(site, True, copies=False, loss=own_loss)
             plan = program.plan
+            if program.prelude and graph.mutations:  # its backward pass comes after the writes
+                state = read_state(site.open, site.inputs, graph.mutations)
             prelude = run_prelude(program.prelude, state)
             values = {v: prelude[v].detach() for v in (*plan.penalised, *plan.leaves)}
             swept = (prelude[v] for v in (*plan.penalised, *plan.effective))
