@@ -438,7 +438,7 @@ TABLE: dict[str, Entry] = {
     "efficientnet_b0": _published(
         "efficientnet_b0", 1.0, dropout=0.0, stochastic_depth_prob=0.0
     ),
-    "swin_t": _published("swin_t", 1.0, layouts=False, stochastic_depth_prob=0.0),
+    "swin_t": _published("swin_t", 1.0, layouts=False),
     "vit_b": _published("vit_b_16", 1.0, layouts=False),
     "bert": Entry(
         Encoder,
