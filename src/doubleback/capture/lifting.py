@@ -311,16 +311,16 @@ class _Converter:
 
     def _symbol(self, item: Any, where: tuple) -> None:
         """Note where a symbol's number is read off."""
-        found = size(item)
-        if isinstance(found, Size) and found.expr.is_Symbol:
-            self.symbols.setdefault(found.expr, where)
+        open_size = size(item)
+        if isinstance(open_size, Size) and open_size.expr.is_Symbol:
+            self.symbols.setdefault(open_size.expr, where)
 
     def _constant(self, node: torch.fx.Node) -> None:
-        found = getattr(self.module, str(node.target))
-        if not isinstance(found, Tensor):
+        tensor = getattr(self.module, str(node.target))
+        if not isinstance(tensor, Tensor):
             raise CaptureError(f"control flow {node.target} cannot be swept")
-        value = self.number[node, 0] = self._value(found)
-        self.constants[value] = found
+        value = self.number[node, 0] = self._value(tensor)
+        self.constants[value] = tensor
 
     def _result(self, item: Any) -> Any:
         """A value's number, or what is no tensor in a 1-tuple."""
@@ -343,9 +343,9 @@ class _Converter:
 
     def _call(self, node: torch.fx.Node) -> None:
         if node.target is operator.getitem:
-            found = self.number.get((node.args[0], node.args[1]))  # type: ignore[arg-type]
-            if found is not None:
-                self.number[node, 0] = found
+            value = self.number.get((node.args[0], node.args[1]))  # type: ignore[arg-type]
+            if value is not None:
+                self.number[node, 0] = value
                 return
         if node.target in _SAME:
             self.number[node, 0] = self.number[node.args[0], 0]  # type: ignore[index]
