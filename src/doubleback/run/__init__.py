@@ -9,8 +9,7 @@ from .distributed import average, refuse_inside_forward, several
 from .flattening import FlattenedProgram, Replay
 from .open_sizes import Family, OpenProgram
 from .state import kind, read_state, remember, run_prelude, scale, write_state
-from .straight_line import NEAR
-from .whole import WholeStep, take_mark, trace_whole
+from .straight_line import NEAR, boxed, clean
 
 __all__ = [
     "NEAR",
@@ -27,8 +26,9 @@ __all__ = [
     "OpenProgram",
     "Program",
     "Replay",
-    "WholeStep",
     "average",
+    "boxed",
+    "clean",
     "deliver",
     "kind",
     "no_autocast",
@@ -39,7 +39,5 @@ __all__ = [
     "run_prelude",
     "scale",
     "several",
-    "take_mark",
-    "trace_whole",
     "write_state",
 ]
