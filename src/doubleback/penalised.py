@@ -40,6 +40,7 @@ from .run import (
     deliver,
     kind,
     no_autocast,
+    read_state,
     remember,
     run_prelude,
     scale,
@@ -213,6 +214,8 @@ class Penalised(CapturedModule):
                 own_loss.check(site.shape, target)
             program, state = self._program(site, True, copies=False, loss=own_loss)
             plan = program.plan
+            if program.prelude and graph.mutations:  # its backward pass comes after the writes
+                state = read_state(site.open, site.inputs, graph.mutations)
             prelude = run_prelude(program.prelude, state)
             values = {v: prelude[v].detach() for v in (*plan.penalised, *plan.leaves)}
             swept = (prelude[v] for v in (*plan.penalised, *plan.effective))
@@ -296,7 +299,7 @@ class Penalised(CapturedModule):
             bare: Any = replace(program, replay=replay)
         elif isinstance(self.penalty, SpectralNorm):
             bare = SpectralProgram.build(plan, self.penalty, False, replay, {})
-            told = with_iterations(explain(plan, self.penalty), plan, self.penalty.iterations)
+            told = with_iterations(explain(plan, self.penalty), self.penalty.iterations)
         else:
             told = explain(plan, self.penalty)
             bare = Program(plan, self.penalty, asked=tuple(call.asked))

@@ -21,7 +21,7 @@ from ..errors import CheckError, InputError
 from ..graph import Meta, Node, Ref
 from ..operators import Multilinear, Operator
 from ..penalised import Penalised
-from ..penalties import LossGradient, Way, accumulate_on_autograd, on_autograd
+from ..penalties import Way, accumulate_on_autograd, on_autograd
 from ..rules import LOOP, Call, Rule, find_rule
 from ..spaces import Product, Space
 from ..with_gradient import WithGradient
@@ -209,7 +209,7 @@ def _accumulated(
                 twin.accumulate(*own[0], weight=0.5, **own[1])
             else:
                 call = twin._call(*own)
-                loss = twin.penalty.loss if isinstance(twin.penalty, LossGradient) else None
+                loss = twin.penalty.own_loss
                 target = call.extra[0] if loss is not None else None
                 accumulate_on_autograd(twin, call, loss, target, 0.5, way)
         named = twin.net.named_parameters()

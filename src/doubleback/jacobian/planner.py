@@ -14,19 +14,20 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
+from .. import sweeps
 from .._torch import FakeTensorMode, TorchDispatchMode, pytree
 from ..counting import Operations, recording
 from ..errors import InputError, PenaltyWarning
 from ..penalties import MANY_SEEDS, Jacobian
 from ..plan import Plan
+from ..rules import add
 from ..run import NEAR, Replay
-from ..sweeps import finite_watch
 from .programs import JacobianProgram
 from .strategies import Candidate, Columns, Rows, Segment, Waist, candidates
 
@@ -297,10 +298,9 @@ def _run(program: JacobianProgram, size: int) -> Run:
 
 @dataclass(frozen=True)
 class Price:
-    """FLOPs of one step, its bilinear operations, and the most bytes it holds at once."""
+    """FLOPs of one step, and the most bytes it holds at once."""
 
     flops: int
-    operations: Operations
     peak_bytes: int
 
 
@@ -313,9 +313,9 @@ def price(program: Any, extra: Sequence[Any], twice: bool = False) -> Price:
         more = pytree.tree_map_only(Tensor, mode.from_tensor, tuple(extra))
         if twice:
             _step(program, leaves, more)
-        with Meter(leaves.values(), joins=not twice) as meter, recording() as operations:
+        with Meter(leaves.values(), joins=not twice) as meter, recording():
             _step(program, leaves, more)
-    return Price(meter.flops, operations, meter.peak)
+    return Price(meter.flops, meter.peak)
 
 
 def _step(program: Any, leaves: dict[int, Tensor], extra: tuple) -> None:
@@ -326,6 +326,41 @@ def _step(program: Any, leaves: dict[int, Tensor], extra: tuple) -> None:
         if t.is_floating_point()
     }
     program.last(state, extra, seeds, torch.empty_like(values))
+
+
+class SweepPrice(NamedTuple):
+    """FLOPs and bilinear operations of one sweep."""
+
+    flops: int
+    operations: Operations
+
+
+def price_sweeps(plan: Plan) -> dict[str, SweepPrice]:
+    """Each of the four sweeps by itself, run on fake tensors with a gradient at every output."""
+    prices: dict[str, SweepPrice] = {}
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        leaves = _fake_leaves(plan)
+        with Meter(leaves.values()) as meter:
+
+            def run(name: str, sweep: Callable[[], Any]) -> Any:
+                before = meter.flops
+                with recording() as operations:
+                    result = sweep()
+                prices[name] = SweepPrice(meter.flops - before, operations)
+                return result
+
+            state = run("forward", lambda: sweeps.forward(plan, leaves))
+            ends = {v: torch.empty_like(state.values[v]) for v in (plan.target, *plan.outputs)}
+            seed = ends[plan.target]
+            xi = run("backward", lambda: sweeps.backward(plan, state, seed))
+            pairs = zip(plan.penalised, xi, strict=True)
+            q0 = {x: torch.empty_like(leaves[x] if u is None else u) for x, u in pairs}
+            h, gamma = run("tangent", lambda: sweeps.tangent(plan, state, q0))
+            for v in plan.outputs if h is None else (plan.target, *plan.outputs):
+                if v in plan.trained and ends[v].is_floating_point():
+                    gamma[v] = add(gamma.get(v), ends[v])
+            run("second", lambda: sweeps.second(plan, state, gamma))
+    return prices
 
 
 def _fake_leaves(plan: Plan) -> dict[int, Tensor]:
@@ -394,7 +429,7 @@ def plan_jacobian(plan: Plan, penalty: Jacobian, debug: bool, replay: Replay) ->
     """The program for a Jacobian penalty; its `decision` explains itself."""
     _warn_of_softmax(plan, penalty)
     quiet, excluded = candidates(plan, penalty)
-    watched = candidates(plan, penalty, finite_watch(plan))[0] if debug else quiet
+    watched = candidates(plan, penalty, sweeps.finite_watch(plan))[0] if debug else quiet
     found = {c.name: c for c in watched}
     prices = Prices(plan, penalty, quiet)
     device = plan.graph.values[plan.target].device  # type: ignore[union-attr]

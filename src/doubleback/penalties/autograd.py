@@ -18,7 +18,6 @@ from ..capture import Arguments, choose_output
 from ..errors import refuse_unused
 from ..patch import patched, supported
 from ..run import average, refuse_inside_forward, several
-from .many_seeds import SpectralNorm
 from .one_seed import Penalty
 
 if TYPE_CHECKING:
@@ -110,10 +109,10 @@ def on_autograd(model: Penalised, call: Arguments, way: Way = "patched") -> tupl
     seeds = None
     if way == "bare":
         seeds = model.penalty.quick_seeds
-    elif way == "patched" and isinstance(model.penalty, SpectralNorm):
+    elif way == "patched":
         # a call without gradients leaves v as it was
         carried = model._carried if torch.is_grad_enabled() else dict(model._carried)
-        seeds = partial(model.penalty.oracle_seeds, carried=carried)
+        seeds = model.penalty.seeds_from(carried)
     return autograd_penalty(
         run,
         choose,
@@ -145,6 +144,6 @@ def accumulate_on_autograd(
             total.backward()
     if several():
         average(model.net.parameters())
-    found = (result, value, penalty)
-    result, value, penalty = pytree.tree_map_only(Tensor, Tensor.detach, found)
+    told = (result, value, penalty)
+    result, value, penalty = pytree.tree_map_only(Tensor, Tensor.detach, told)
     return result, value, penalty

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -273,6 +274,9 @@ class SpectralNorm(Penalty):
     @property
     def one_seed(self) -> bool:
         return False
+
+    def seeds_from(self, carried: dict) -> Callable[..., Sequence[Tensor]]:
+        return partial(self.oracle_seeds, carried=carried)
 
     def oracle_seeds(
         self, out: Tensor, x: Sequence[Tensor], *extra: Tensor, carried: dict | None = None

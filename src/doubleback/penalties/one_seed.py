@@ -146,6 +146,11 @@ class Penalty(ABC):
         """Every v whose penalty p(J*v) adds to the total, for the oracle."""
         return [self.oracle_seed(out, *extra)]
 
+    def seeds_from(self, carried: dict) -> Callable[..., Sequence[Tensor]] | None:
+        """`oracle_seeds` that go on from what earlier calls left in `carried`, for penalties that
+        do so."""
+        return None
+
     @property
     def one_seed(self) -> bool:
         """Whether one v is all there is: then autograd takes the same products as the sweeps."""
