@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from .penalties import (
     Jacobian,
     Loss,
     LossGradient,
+    LossName,
     Penalty,
     SpectralNorm,
     accumulate_on_autograd,
@@ -124,6 +125,10 @@ class Penalised(CapturedModule):
                 "warm_start=False or cuda_graph=False"
             )
 
+    if TYPE_CHECKING:  # nn.Module's own says Any
+
+        def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, Tensor]: ...
+
     _transient = CapturedModule._transient | {"_graphed", "_pairs", "_carried", "_warned_of_graph"}
 
     def _reset(self) -> None:
@@ -179,7 +184,11 @@ class Penalised(CapturedModule):
         return self._on_autograd(partial(on_autograd, self, call), call)
 
     def accumulate(
-        self, *args: Any, loss: Any = None, weight: float = 1.0, **kwargs: Any
+        self,
+        *args: Any,
+        loss: LossName | Loss | Callable[[Tensor, Any], Tensor] | None = None,
+        weight: float = 1.0,
+        **kwargs: Any,
     ) -> tuple[Any, Tensor, Tensor]:
         """One-shot training step: adds ∇(loss + weight·penalty) to `.grad`, all four sweeps in
         one call (one graph with `compile=True`). Returns (out, loss, penalty), detached.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -65,6 +65,10 @@ class WithGradient(CapturedModule):
         )  # fmt: skip
         self.v = v
         self._seed = _seed(v)
+
+    if TYPE_CHECKING:  # nn.Module's own says Any
+
+        def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]: ...
 
     @property
     def _extras(self) -> int:

@@ -51,7 +51,10 @@ def _matplotlib() -> Any:
     try:
         import matplotlib
     except ImportError:
-        raise DoublebackError("drawing needs matplotlib: pip install 'doubleback[plots]'") from None
+        raise DoublebackError(
+            "drawing needs matplotlib: pip install 'doubleback[plots]' (in a checkout: pip install "
+            "-e '.[plots]')"
+        ) from None
     return matplotlib
 
 

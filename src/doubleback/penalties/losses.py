@@ -25,7 +25,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from numbers import Number
-from typing import Any
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -35,6 +35,20 @@ from ..dtypes import lifted
 from ..errors import InputError, LabelError
 from ..run import refuse_others
 from ..spaces import Euclidean, Space, dual_square, per_example, safe_sqrt
+
+LossName = Literal["cross_entropy", "mse", "bce"]
+Reduction = Literal["mean", "sum", "none"]
+
+
+class Measure(Protocol):
+    """What stands for p: one number per example, and its gradient."""
+
+    def value(self, xi: Sequence[Tensor]) -> Tensor: ...
+
+    def measure(self, xi: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]: ...
+
+
+NormLike = Measure | Callable[..., Tensor]
 
 # ----------------------------------------------------------------------------------- fingerprints
 
@@ -442,7 +456,7 @@ class CallableLoss(Loss):
 
 
 def make_loss(
-    loss: str | Callable,
+    loss: LossName | Loss | Callable[[Tensor, Any], Tensor],
     label_smoothing: float = 0.0,
     class_weights: Tensor | None = None,
     ignore_index: int = -100,

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from ..dtypes import accumulation
 from ..errors import InputError
 from ..rules import softmax_curvature, softmax_derivative
 from ..spaces import Euclidean, dual_square
-from .losses import Norm, SquaredNorm
+from .losses import Norm, NormLike, Reduction, SquaredNorm
 from .one_seed import Penalty
 
 PLANS = ("auto", "rows", "columns", "waist", "diagonal")
@@ -53,14 +53,14 @@ class Jacobian(Penalty):
 
     def __init__(
         self,
-        of: str = "output",
+        of: Literal["output", "softmax"] = "output",
         projections: int | None = None,
         chunk: int | None = None,
-        reduction: str = "mean",
+        reduction: Reduction = "mean",
         *,
         entries: Any = None,
         space: Any = None,
-        plan: str = "auto",
+        plan: Literal["auto", "rows", "columns", "waist", "diagonal"] = "auto",
         memory: int | None = None,
     ) -> None:
         self.space = space if space is not None else Euclidean()
@@ -223,8 +223,8 @@ class SpectralNorm(Penalty):
         self,
         iterations: int = 1,
         warm_start: bool = True,
-        norm: Any = None,
-        reduction: str = "mean",
+        norm: NormLike | None = None,
+        reduction: Reduction = "mean",
         *,
         domain: Any = None,
         codomain: Any = None,

@@ -26,7 +26,18 @@ from ..errors import InputError
 from ..graph import draws
 from ..run import refuse_others
 from ..spaces import per_example
-from .losses import PER_EXAMPLE, CallableLoss, Loss, SquaredNorm, as_norm, fingerprint, make_loss
+from .losses import (
+    PER_EXAMPLE,
+    CallableLoss,
+    Loss,
+    LossName,
+    NormLike,
+    Reduction,
+    SquaredNorm,
+    as_norm,
+    fingerprint,
+    make_loss,
+)
 
 REDUCTIONS = ("mean", "sum", "none")
 
@@ -62,7 +73,7 @@ class Penalty(ABC):
     varying: bool = False
     in_seed: tuple[int, ...] = ()  # which extras enter a v that does not vary with the output
 
-    def __init__(self, norm: Any = None, reduction: str = "mean") -> None:
+    def __init__(self, norm: NormLike | None = None, reduction: Reduction = "mean") -> None:
         if reduction not in REDUCTIONS:
             raise InputError(f"reduction must be one of {REDUCTIONS}, not {reduction!r}")
         self.norm = as_norm(norm if norm is not None else SquaredNorm())
@@ -225,9 +236,9 @@ class LossGradient(Penalty):
 
     def __init__(
         self,
-        loss: str | Callable = "cross_entropy",
-        norm: Any = None,
-        reduction: str = "mean",
+        loss: LossName | Loss | Callable[[Tensor, Any], Tensor] = "cross_entropy",
+        norm: NormLike | None = None,
+        reduction: Reduction = "mean",
         *,
         label_smoothing: float = 0.0,
         class_weights: Tensor | None = None,
@@ -263,7 +274,9 @@ class LossGradient(Penalty):
 class _Entry(Penalty):
     """v = e⟨index⟩, the same for every example."""
 
-    def __init__(self, index: Any = None, norm: Any = None, reduction: str = "mean") -> None:
+    def __init__(
+        self, index: Any = None, norm: NormLike | None = None, reduction: Reduction = "mean"
+    ) -> None:
         super().__init__(norm, reduction)
         if index is not None and not _is_index(index):
             raise InputError(f"index must be an int or a tuple of ints, not {index!r}")
@@ -354,7 +367,7 @@ class BilinearForm(Penalty):
     extras = 2
     in_seed = (0,)
 
-    def __init__(self, reduction: str = "mean") -> None:
+    def __init__(self, reduction: Reduction = "mean") -> None:
         super().__init__(None, reduction)
 
     def seed(self, out: Tensor, *extra: Tensor) -> Tensor:
@@ -390,7 +403,12 @@ class Custom(Penalty):
     varying = True
 
     def __init__(
-        self, v: Callable[..., Tensor], p: Any = None, *, extras: int = 0, reduction: str = "mean"
+        self,
+        v: Callable[..., Tensor],
+        p: NormLike | None = None,
+        *,
+        extras: int = 0,
+        reduction: Reduction = "mean",
     ) -> None:
         super().__init__(p, reduction)
         if not callable(v):
