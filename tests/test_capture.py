@@ -551,7 +551,8 @@ def test_a_forward_hook_may_remove_itself():
 def test_a_network_that_is_gone_leaves_nothing_behind():
     net = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1))
     db.Penalised(net, db.OutputGradient())(torch.randn(3, 4))[1].backward()
-    left = [weakref.ref(t) for t in (net, net[0].weight, dynamo.capture_of(net))]
-    del net
+    graph = dynamo.find_graph(net, None, (torch.randn(3, 4),), {})[0]
+    left = [weakref.ref(t) for t in (net, net[0].weight, dynamo.capture_of(net), graph)]
+    del net, graph
     gc.collect()
-    assert [r() for r in left] == [None] * 3
+    assert [r() for r in left] == [None] * 4

@@ -36,6 +36,7 @@ from .penalties import (
     LossGradient,
     Norm,
     OutputGradient,
+    Penalty,
     SpectralNorm,
     SquaredNorm,
 )
@@ -79,6 +80,7 @@ __all__ = [
     "OutputGradient",
     "PatchError",
     "Penalised",
+    "Penalty",
     "PenaltyWarning",
     "Rule",
     "RuleError",

@@ -159,6 +159,10 @@ NAMES: dict[str, tuple[str, str]] = {
         "torch._dynamo:optimize",
         "captures a network with guards, and says which guard failed; torch.compile does not",
     ),
+    "dynamo_reset_code": (
+        "torch._dynamo.eval_frame:reset_code",
+        "Dynamo holds the graphs of a function that is gone for ever, unless told to let go",
+    ),
     "dynamo_config": (
         "torch._dynamo.config",
         "settings for the length of a capture (recurrent layers, hooks, how many graphs)",
@@ -294,6 +298,14 @@ NAMES: dict[str, tuple[str, str]] = {
     "foreach_add_": ("torch:_foreach_add_", "adds all gradients in a few kernels"),
     "foreach_copy_": ("torch:_foreach_copy_", "writes all buffers in a few kernels"),
     "foreach_mul": ("torch:_foreach_mul", "copies many tensors in a few kernels"),
+    "cuda_release_pool": (
+        "torch._C:_cuda_releasePool",
+        "the memory of a CUDA graph whose capture failed is given back by nobody else",
+    ),
+    "cuda_end_allocate_to_pool": (
+        "torch._C:_cuda_endAllocateToPool",
+        "a CUDA graph's capture that fails leaves its memory open for what is allocated next",
+    ),
     "storage_use_count": (
         "torch._C:_storage_Use_Count",
         "whether anybody else reads a gradient's memory before it becomes somebody's `.grad`",
@@ -362,6 +374,7 @@ OPERATORS: dict[str, str] = {
     "_scaled_dot_product_flash_attention_for_cpu": "the same on a CPU",
     "_scaled_dot_product_flash_attention_for_cpu_backward": "its derivative",
     "_softmax_backward_data": "the derivative of softmax from its result",
+    "_to_copy": "a constant of the host's on its way to a device",
     "_unsafe_view": "a view that a trace writes for a reshape",
 }
 

@@ -4,8 +4,8 @@
 
     db.patch()      # every create_graph=True of this process; undo with db.unpatch()
 
-Replaced are the derivatives of PyTorch's *backward* operators. Models, losses and training loops
-stay as they are.
+Replaced are the derivatives of PyTorch's *backward* operators, and one backward operator that is
+wrong (average pooling on a GPU). Models, losses and training loops stay as they are.
 """
 
 from __future__ import annotations
@@ -13,20 +13,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 
-from . import activation, attention, convolution, missing, normalisation, recurrent
+from .faster import ACTIVATION, CONVOLUTION, NORMALISATION
 from .mechanism import Patcher, PatchReport, supported
+from .missing import ATTENTION, OTHERS, POOLING, RECURRENT
 
 __all__ = ["PatchReport", "patch", "patch_report", "patched", "supported", "unpatch"]
 
 _patcher = Patcher(
-    [
-        *convolution.FORMULAS,
-        *attention.FORMULAS,
-        *normalisation.FORMULAS,
-        *activation.FORMULAS,
-        *recurrent.FORMULAS,
-        *missing.FORMULAS,
-    ]
+    [*CONVOLUTION, *ATTENTION, *NORMALISATION, *ACTIVATION, *RECURRENT, *OTHERS, *POOLING]
 )
 
 

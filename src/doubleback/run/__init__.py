@@ -4,7 +4,7 @@ delivery of its gradients."""
 
 from .bridge import Bridge, First, GradientProgram, Job, Program, deliver, no_autocast
 from .callers import CallersProgram, refuse_others
-from .cuda_graphs import GraphedStep
+from .cuda_graphs import GraphedProgram, GraphedStep, GraphRefused
 from .distributed import average, refuse_inside_forward, several
 from .flattening import FlattenedProgram, Replay
 from .open_sizes import Family, OpenProgram
@@ -19,6 +19,8 @@ __all__ = [
     "First",
     "FlattenedProgram",
     "GradientProgram",
+    "GraphRefused",
+    "GraphedProgram",
     "GraphedStep",
     "Job",
     "OpenProgram",

@@ -1,4 +1,5 @@
-"""A whole step as one CUDA graph: the host launches one thing instead of hundreds.
+"""CUDA graphs: the host launches one thing instead of hundreds. A whole step is one graph
+(`GraphedStep`), or its first two sweeps are one and its last two another (`GraphedProgram`).
 
 What changes from call to call (inputs, labels) is copied into fixed buffers before a replay;
 parameters are read where they lie, since optimisers update them in place. Results lie in fixed
@@ -8,15 +9,23 @@ copies it first.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import linecache
+import re
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .. import _torch
 from .._torch import pytree, storage_use_count
 from ..counting import Operations, recording, replayed
-from .state import copies
+from ..errors import DoublebackError
+from ..graph import Node
+from .state import copies, kind, remember
 
 WARM_UP = 3  # calls before capture: kernels are chosen, sweeps are flattened
 
@@ -68,12 +77,17 @@ def users(storage: int | None) -> int:
     return 0 if storage is None else storage_use_count(storage)
 
 
+class GraphRefused(DoublebackError, RuntimeError):
+    """A step that cannot be captured; the message names the operator. Nothing is left changed."""
+
+
 class GraphedStep:
     """fn(moving, fixed) → nested tensors, captured once and replayed.
 
     moving, fixed: nested tensors and constants, of the same shapes and dtypes in every call. A
     fixed tensor that does move after all (a parameter that was replaced) gets a buffer as well,
     at the price of one more capture. gradients: those among the results, which are `lent`.
+    Warming up and capturing draw no random numbers that a caller would miss. Raises `GraphRefused`.
     """
 
     lent: Lent
@@ -91,7 +105,11 @@ class GraphedStep:
         count = len(pytree.tree_leaves(own))
         self.owned = [i < count for i in range(len(self.leaves))]
         self.operations = Operations()
-        self._warm()
+        before = torch.cuda.get_rng_state()
+        try:
+            self._warm()
+        finally:
+            torch.cuda.set_rng_state(before)
         self._capture()
 
     def _run(self) -> Any:
@@ -106,8 +124,8 @@ class GraphedStep:
         torch.cuda.current_stream().wait_stream(stream)
 
     def _capture(self) -> None:
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph), recording() as self.operations:
+        self.graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
+        with _undone(pool), torch.cuda.graph(self.graph, pool=pool), recording() as self.operations:
             self.out = self._run()
         self.lent = Lent(self.gradients(self.out))
 
@@ -130,3 +148,173 @@ class GraphedStep:
         self.graph.replay()
         replayed(self.operations)
         return self.out, self.lent.hand_out()
+
+
+@dataclass(eq=False)
+class GraphedState:
+    """What passes from a graphed `first` to a graphed `last`: numbers in the graphs' memory."""
+
+    state: Any
+    pair: _Pair
+    read: bool = False
+
+
+class _Pair:
+    """The graphs of one kind of call: one of the first two sweeps, and one of the last two for each
+    choice of what arrives there. The memory between them holds one step."""
+
+    def __init__(self, program: Any, moving: Any, fixed: Any) -> None:
+        self.program = program
+        self.first = GraphedStep(self._first, moving, fixed, gradients=lambda out: ())
+        self.last: dict[Any, GraphedStep] = {}
+        self.current: weakref.ref[GraphedState] | None = None
+
+    def _first(self, moving: Any, fixed: Any) -> Any:
+        x, extra = moving
+        return self.program.first({**x, **fixed}, extra, True)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a backward pass is still to read what lies in the graphs' memory."""
+        held = None if self.current is None else self.current()
+        return held is not None and not held.read
+
+    def run_first(self, moving: Any, fixed: Any) -> Any:
+        graph = self.first.graph
+        out, _ = self.first(moving, fixed, ())
+        if self.first.graph is not graph:  # captured anew, into other memory
+            self.last.clear()
+        state = GraphedState(out.state, self)
+        self.current = weakref.ref(state)
+        values = pytree.tree_map_only(Tensor, torch.clone, out.values)
+        return out._replace(outputs=[t.clone() for t in out.outputs], values=values, state=state)
+
+    def run_last(
+        self, state: GraphedState, seeds: Any, along: Any, owners: Sequence[Tensor]
+    ) -> list[Tensor | None]:
+        moving = (dict(seeds), along)
+        leaves, spec = pytree.tree_flatten(moving)
+        key = (spec, *map(kind, leaves))
+        graphed = self.last.get(key)
+        if graphed is None:
+            extra = pytree.tree_unflatten(self.first.leaves, self.first.spec)[0][1]
+
+            def run(given: Any, fixed: Any) -> Any:
+                return self.program.last(state.state, extra, *given, keep=True)
+
+            graphed = GraphedStep(run, moving, (), gradients=lambda out: out)
+            remember(self.last, key, graphed)
+        return graphed(moving, (), owners)[1]
+
+
+class GraphedProgram:
+    """A program whose first two sweeps are one CUDA graph and whose last two another, with the same
+    interface, for one call. owners: the tensors that gradients are asked of.
+
+    What the last two sweeps read lies in the graphs' memory. A call that comes while an earlier
+    one's backward pass is still to come runs without graphs, and so does one that cannot be
+    captured, which `refuse` is told once.
+    """
+
+    def __init__(
+        self, program: Any, pairs: dict, owners: Sequence[Tensor], refuse: Callable[[str], None]
+    ) -> None:
+        self.program, self.owners = program, owners
+        self._pairs, self._refuse = pairs, refuse
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.program, name)
+
+    def first(self, leaves: Any, extra: Sequence[Any], keep: bool = True) -> Any:
+        moves = set(self.program.plan.penalised)
+        moving = ({v: t for v, t in leaves.items() if v in moves}, tuple(extra))
+        fixed = {v: t for v, t in leaves.items() if v not in moves}
+        found, spec = pytree.tree_flatten(moving)
+        key = (self.program, spec, *map(kind, found))
+        pair = self._pairs.get(key)
+        if not keep or (pair is None and key in self._pairs) or (pair is not None and pair.busy):
+            return self.program.first(leaves, extra, keep)
+        try:
+            if pair is None:
+                pair = _Pair(self.program, moving, fixed)
+                remember(self._pairs, key, pair)
+            return pair.run_first(moving, fixed)
+        except GraphRefused as refusal:
+            self._refused(key, refusal)
+            return self.program.first(leaves, extra, keep)
+
+    def last(
+        self, state: Any, extra: Sequence[Any], seeds: Any, along: Any, keep: bool = False
+    ) -> list[Tensor | None]:
+        if not isinstance(state, GraphedState):
+            return self.program.last(state, extra, seeds, along, keep)
+        try:
+            gradients = state.pair.run_last(state, seeds, along, self.owners)
+        except GraphRefused as refusal:
+            for key in [k for k, pair in self._pairs.items() if pair is state.pair]:
+                self._refused(key, refusal)
+            gradients = self.program.last(state.state, extra, seeds, along, keep=True)
+        state.read = not keep
+        return gradients
+
+    def _refused(self, key: Any, refusal: GraphRefused) -> None:
+        remember(self._pairs, key, None)
+        self._refuse(f"a CUDA graph cannot hold {refusal}")
+
+
+@contextmanager
+def _undone(pool: tuple[int, int]) -> Iterator[None]:
+    """A capture that fails is undone. PyTorch leaves its stream current then, its memory open for
+    what is allocated next, and the generator as if the capture still ran."""
+    stream, before = torch.cuda.current_stream(), torch.cuda.get_rng_state()
+    try:
+        yield
+    except BaseException as error:
+        torch.cuda.set_stream(stream)
+        _close(pool)
+        torch.cuda.set_rng_state(before)
+        if not isinstance(error, Exception):
+            raise
+        first = innermost(error)
+        text = (str(first).strip() or type(first).__name__).splitlines()[0]
+        raise GraphRefused(f"{culprit(first)} ({text})") from error
+
+
+def _close(pool: tuple[int, int]) -> None:
+    """End what a failed capture began, as far as it was not ended: a capture that succeeds tells
+    the generator that none runs any more."""
+    device = torch.cuda.current_device()
+    with suppress(RuntimeError):  # it was ended
+        _torch.cuda_end_allocate_to_pool(device, pool)
+        _torch.cuda_release_pool(device, pool)
+    place = torch.zeros((), device="cuda")
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        place.add_(0)
+
+
+def innermost(error: BaseException) -> BaseException:
+    """The error that came first: ending a broken capture raises another."""
+    while error.__context__ is not None:
+        error = error.__context__
+    return error
+
+
+_CALL = re.compile(r"= (?:torch\.ops\.|torch\.|\w+\.)?(\w+(?:\.\w+)*)\(")
+
+
+def culprit(error: BaseException) -> str:
+    """The operator that raised it: of the node that was running, or of a flat graph's line."""
+    frames = []
+    trace = error.__traceback__
+    while trace is not None:
+        frames.append((trace.tb_frame, trace.tb_lineno))
+        trace = trace.tb_next
+    for frame, number in reversed(frames):
+        node = frame.f_locals.get("node")
+        if isinstance(node, Node):
+            return str(node)
+        file = frame.f_code.co_filename
+        found = _CALL.search(linecache.getline(file, number)) if file.startswith("<") else None
+        if found is not None:
+            return found[1]
+    return "an operator of this step"

@@ -94,6 +94,7 @@ def flatten(
         # class weights and the like become constants of the graph, whose key knows them
         trace = make_fx(flat, tracing_mode="fake", _allow_non_fake_inputs=True)
         graph = trace(*tensors)
+    straight_line.move_constants(graph)
     straight_line.clean(graph, for_compiler=bool(compiler))
     run = inductor.compiled(graph, compiler) if compiler else straight_line.boxed(graph)
     return Flat(run, found["spec"], found["leaves"], operations)

@@ -177,6 +177,7 @@ class Variant:
             for x in found["leaves"]
             if not isinstance(x, tuple)
         ]
+        straight_line.move_constants(graph)
         straight_line.clean(graph, for_compiler=bool(compiler))
         if compiler:
             run_flat = inductor.compiled_open(graph, self.fakes, [*self.numbers, *examples])

@@ -78,13 +78,22 @@ def copies(tensors: list[Tensor]) -> Sequence[Tensor]:
     return foreach_mul(tensors, 1.0) if tensors else ()
 
 
+def _copy(x: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+    return x.clone().copy_(source, non_blocking)
+
+
+# Operators of functional programs that autograd has no formula for, as it has one.
+_DIFFERENTIABLE = {torch.ops.aten.copy.default: _copy}
+
+
 def run_prelude(nodes: Sequence[Node], state: Mapping[int, Tensor]) -> dict[int, Tensor]:
     """Nodes that do not depend on x, under ordinary autograd (weight norm, hypernetworks)."""
     values = dict(state)
     for node in nodes:
         args = map_refs(node.args, lambda ref: values[ref.index])
         kwargs = map_refs(dict(node.kwargs), lambda ref: values[ref.index])
-        out = node.op(*args, **kwargs)
+        run: Any = _DIFFERENTIABLE.get(node.op, node.op)
+        out = run(*args, **kwargs)
         for v, part in zip(node.outputs, out if node.many else (out,), strict=True):
             values[v] = part
     return values

@@ -47,6 +47,54 @@ def clean(module: torch.fx.GraphModule, for_compiler: bool = False) -> None:
     module.recompile()
 
 
+_LIFTS = (aten.lift_fresh_copy.default, aten.lift_fresh.default, aten.detach.default)
+
+
+def move_constants(module: torch.fx.GraphModule) -> None:
+    """Constants of the host's that the graph copies to a device lie there from now on: no copy at
+    every call, and none that a CUDA graph could not hold."""
+    graph = module.graph
+    for node in list(graph.nodes):
+        if node.target is not aten._to_copy.default or "device" not in node.kwargs:
+            continue
+        source = node.args[0]
+        while source.target in _LIFTS:
+            source = source.args[0]
+        if source.op != "get_attr" or _written(node):
+            continue
+        constant = getattr(module, source.target)
+        device = torch.device(node.kwargs["device"])
+        if (
+            not isinstance(constant, Tensor)
+            or constant.device.type != "cpu"
+            or device.type == "cpu"
+        ):
+            continue
+        name = f"{source.target}_moved_{node.name}"
+        module.register_buffer(name, aten._to_copy(constant, **node.kwargs), persistent=False)
+        with graph.inserting_before(node):
+            moved = graph.get_attr(name)
+        moved.meta = dict(node.meta)
+        node.replace_all_uses_with(moved)
+        graph.erase_node(node)
+    graph.eliminate_dead_code()
+    module.recompile()
+
+
+def _written(node: torch.fx.Node) -> bool:
+    """Whether anybody writes to this value or to a view of it."""
+    for user in node.users:
+        schema = getattr(user.target, "_schema", None)
+        if schema is None and user.op != "output":
+            return True
+        infos = [a.alias_info for a in schema.arguments] if schema is not None else []
+        if any(info is not None and info.is_write for info in infos):
+            return True
+        if any(info is not None for info in infos) and _written(user):
+            return True
+    return False
+
+
 _RESHAPES = (aten.view.default, aten._unsafe_view.default)
 
 
