@@ -216,15 +216,12 @@ class Stages:
                 return None
             return Stage(graph, results[name], self.stand, self.inductor)
 
-        early, off = cut(graph, self.names["only"], names["forward"], names["first"])
-        self.first = stage(off, "first")
-        held = [n.name for n in _results(early)]  # outputs, and what `first` reads
         late = [*self.names["last"], *(() if self.moving else self.names["across"])]
-        kept = [*held, *names["backward"], *names["tangent"]]
-        late_ones = {*_told_apart(graph, self.names["across"])[1]}
-        self.of_second_order = [name in late_ones for name in results["second"]]
+        kept = [*names["forward"], *names["backward"], *names["tangent"]]
         early, off = cut(graph, late, kept, names["second"])
         self.second = stage(off, "second")
+        of_second_order = {*_told_apart(graph, self.names["across"])[1]}
+        self.of_second_order = [name in of_second_order for name in results["second"]]
         self.tangent = None
         if self.moving:
             kept, last = _told_apart(early, self.names["across"])
@@ -233,6 +230,10 @@ class Stages:
         kept, last = _told_apart(early, self.names["along"])
         early, off = cut(early, self.names["along"], kept, last)
         self.backward = stage(off, "backward")
+        # what the others have forward keep is there for `first`, which adds what it lacks
+        kept = [n.name for n in _results(early)]
+        early, off = cut(graph, self.names["only"], kept, names["first"])
+        self.first = stage(off, "first")
         forward = stage(early, "forward")
         assert forward is not None
         self.forward = forward
