@@ -170,7 +170,21 @@ def normed(h, _):
     return F.layer_norm(h, (6,)) * F.softmax(h, 1)
 
 
+def constants(h, _):
+    return h * torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 6.0]) + torch.arange(6)
+
+
+def transformed(h, net):
+    weight = net.first.weight[:, 0]
+    return torch.func.vmap(torch.func.grad(lambda z: (z.sin() * weight).sum().square()))(h)
+
+
+def complex_numbers(h, _):
+    return torch.view_as_real(torch.polar(h.exp(), h)[:, :3]).flatten(1)
+
+
 BETWEEN = [
+    constants, transformed, complex_numbers,
     split, branch, in_place, partly_off, checkpointed, own_function, embedded, normed,
 ]  # fmt: skip
 
@@ -685,6 +699,14 @@ def test_second_derivatives_that_cannot_be_traced(monkeypatch):
     with pytest.warns(db.CaptureWarning, match="aten::exotic is not implemented$") as seen:
         against_eager(mlp())
     assert len([w for w in seen if w.category is db.CaptureWarning]) == 1
+
+
+def test_branches_in_the_graph():
+    def between(h, _):
+        return torch.cond(h.sum() > 0, lambda z: z.sin(), lambda z: z.cos(), (h,))
+
+    with pytest.warns(db.CaptureWarning, match=r"torch\.cond"):
+        against_eager(Net(between))
 
 
 class Hidden(torch.autograd.Function):
