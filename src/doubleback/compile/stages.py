@@ -30,6 +30,8 @@ from ..run import boxed, clean, no_autocast
 from .randomness import is_random
 from .region import Layout, RegionCode, Stand, look, sizes_from
 
+aten = torch.ops.aten
+
 PASSES = ("forward", "backward", "tangent", "second", "first")
 
 
@@ -346,27 +348,47 @@ def _cut_off(
         for node in part.graph.nodes:
             if node.op == "placeholder":
                 node.target = node.name
-    _read_floats(late.graph, graph)
-    return _once(early.graph), _once(late.graph)
+    again = _taken_again(graph)
+    _take_again(late.graph, graph, again)
+    return _once(early.graph, before, again), _once(late.graph, last, again)
 
 
-def _read_floats(graph: torch.fx.Graph, whole: torch.fx.Graph) -> None:
-    """Python's floats are read from their tensors in each pass: Inductor takes none as an input."""
+_VIEWS = {
+    aten.permute.default, aten.t.default, aten.transpose.int, aten.unsqueeze.default,
+    aten.alias.default, aten.detach.default, aten.view.default,
+}  # fmt: skip
+
+
+def _taken_again(graph: torch.fx.Graph) -> set[str]:
+    """What each pass takes for itself, and none keeps for another: Python's floats, which Inductor
+    takes from their tensors alone, and views of inputs, which cost more to hand on."""
+    found: set[torch.fx.Node] = set()
+    for node in graph.nodes:
+        reads = node.all_input_nodes
+        given = all(n.op == "placeholder" or n in found for n in reads)
+        is_float = isinstance(node.meta.get("val"), torch.SymFloat)
+        if is_float or (node.target in _VIEWS and given):
+            found.add(node)
+    return {n.name for n in found if n.op == "call_function"}
+
+
+def _take_again(graph: torch.fx.Graph, whole: torch.fx.Graph, again: set[str]) -> None:
+    """Replace inputs of a pass that it can take from other inputs."""
     sources = {n.name: n for n in whole.nodes}
     copies = {sources[n.name]: n for n in graph.nodes if n.op == "placeholder"}
-    floats = [n for n in copies.values() if isinstance(n.meta.get("val"), torch.SymFloat)]
+    mine = [n for n in copies.values() if n.name in again]
     first = next((n for n in graph.nodes if n.op != "placeholder"), None)
     assert first is not None
 
     def copied(node: torch.fx.Node) -> torch.fx.Node:
-        if node not in copies or copies[node] in floats:
+        if node not in copies or copies[node] in mine:
             for n in node.all_input_nodes:
                 copied(n)
             with graph.inserting_before(first):
                 copies[node] = graph.node_copy(node, lambda n: copies[n])
         return copies[node]
 
-    for node in floats:
+    for node in mine:
         node.replace_all_uses_with(copied(sources[node.name]))
         graph.erase_node(node)
 
@@ -423,9 +445,10 @@ def _extract(
     return graph
 
 
-def _once(graph: torch.fx.Graph) -> torch.fx.Graph:
-    """Each result once; floats are read again by whoever needs them."""
+def _once(graph: torch.fx.Graph, wanted: Sequence[str], again: set[str]) -> torch.fx.Graph:
+    """Each result once, without what others take again."""
     output = graph.output_node()
-    results = [n for n in _results(graph) if not isinstance(n.meta.get("val"), torch.SymFloat)]
+    results = [n for n in _results(graph) if n.name in wanted or n.name not in again]
     output.args = (tuple(dict.fromkeys(results)),)
+    graph.eliminate_dead_code()
     return graph
