@@ -23,6 +23,9 @@ def decompositions() -> dict:
     chosen[aten.scaled_dot_product_attention.default] = _attention_products
     chosen[aten.glu.default] = _glu
     chosen[aten.instance_norm.default] = _instance_norm
+    chosen[aten.empty.memory_format] = _filled(aten.zeros.default)
+    chosen[aten.new_empty.default] = aten.new_zeros.default
+    chosen[aten.empty_like.default] = aten.zeros_like.default
     chosen[aten.as_strided.default] = _as_strided
     chosen[aten.as_strided_scatter.default] = _as_strided_scatter
     for name in ("feature_dropout", "alpha_dropout", "feature_alpha_dropout"):
@@ -125,6 +128,17 @@ def _padded_convolution(n: int):
         halves = [total // 2 for total in totals]
         convolve = getattr(aten, f"conv{n}d").default
         return convolve(x, weight, bias, each(stride), halves, dilations, groups)
+
+    return decomposed
+
+
+def _filled(make):
+    """Zeros in the place of memory that holds anything: it may hold NaN, which spreads wherever a
+    write in place has become a selection between old and new."""
+
+    def decomposed(size, *, memory_format=None, **options):
+        made = make(size, **options)
+        return made if memory_format is None else made.contiguous(memory_format=memory_format)
 
     return decomposed
 

@@ -168,7 +168,7 @@ class _Autograd(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.cut: list[Any] = []  # memory of tensors that requires grad, reached without
+        self.cut: dict[Any, Tensor] = {}  # by the memory of what requires grad, reached without
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -191,9 +191,9 @@ class _Autograd(TorchFunctionMode):
         if result.requires_grad or not differentiable:
             return result
         if any(_memory(result) == _memory(t) for t in inputs):
-            self.cut.append(_memory(result))
             stopped = stop_gradient(result)
-            self.cut.append(_memory(stopped))
+            # held, so that no other tensor is taken for them
+            self.cut |= {_memory(result): result, _memory(stopped): stopped}
             return stopped
         return stop_gradient(result)
 
