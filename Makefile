@@ -1,8 +1,10 @@
-# make demo   train with and without a penalty, and compare
+# make demo   train with and without penalties, compare, write a report: two minutes
 # make reproduce   the figures of the paper, under reproduced/
 # make examples   every application in its default size, and the gallery that shows them
 # make test   what CI runs: linters, types, tests
 # make fuzz   random networks against stock autograd: ARGS="--networks 1000 --json benchmarks/results/fuzz.json"
+# make docs   the site, under build/site; a warning is an error
+# make test-integrations   with Lightning, Hugging Face's Trainer and accelerate installed
 # make bench  the measurements behind the README's table (a GPU is used when there is one)
 
 PYTHON ?= python3
@@ -11,7 +13,7 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --constraint
 STAMP := .venv/.doubleback
 
 .DELETE_ON_ERROR:
-.PHONY: setup demo reproduce examples test lint types fuzz bench readme clean
+.PHONY: setup demo reproduce examples test test-integrations docs lint types fuzz bench readme clean
 
 setup: $(STAMP)
 
@@ -34,6 +36,15 @@ examples: $(STAMP)
 
 test: lint types
 	@$(BIN)/python -m pytest -n 2 --dist worksteal -q $(ARGS)
+
+test-integrations: $(STAMP)
+	@$(PIP) --no-build-isolation --editable '.[test,integrations]'
+	@$(BIN)/python -m pytest -q tests/test_integrations.py $(ARGS)
+
+docs: $(STAMP)
+	@$(PIP) --no-build-isolation --editable '.[docs]'
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet $(ARGS)
+	@echo "build/site/index.html"
 
 lint: $(STAMP)
 	@$(BIN)/ruff check

@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 
 from doubleback.operators import Convolution
-from report import print_table
-from worker import DTYPES, allow_tf32, hardware, versions
+from measuring import DTYPES, allow_tf32, hardware, print_table, versions
 
 aten = torch.ops.aten
 BANDWIDTH = 4.2e12  # bytes per second that an H200 moves

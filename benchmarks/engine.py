@@ -1,524 +1,416 @@
-"""What a penalised training step costs, side by side with plain training and with other libraries.
+"""What a penalised training step costs, side by side with plain training and with other ways.
 
     PYTHONPATH=src python benchmarks/engine.py --out benchmarks/results/engine-h200.json
-    PYTHONPATH=src python benchmarks/engine.py --small --device cpu
+    PYTHONPATH=src python benchmarks/engine.py --small --device cpu --nets conv mlp
 
-Every network and dtype runs in a process of its own with a time limit; the output file is rewritten
-after each. benchmarks/README.md explains the methods and the columns.
+A row is one network in one dtype: one process, in which all of its methods are timed in turn,
+round by round, so that drift of the machine hits all alike. Rows compile side by side and are
+measured one after the other, each with the machine to itself. Rows of different runs are never put
+into one file. benchmarks/README.md explains methods and columns.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
 import datetime
-import importlib.util
+import gc
 import json
 import os
 import shlex
-import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
+import traceback
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 import methods
 import nets
-import report
-from timing import alone
+from measuring import DTYPES, allow_tf32, hardware, tidy, versions, write
+from timing import alone, plan_repeats, summary
 
 HERE = Path(__file__).resolve().parent
+ROUNDS = 5
 
 
 def arguments() -> argparse.Namespace:
     names = methods.known()
     parser = argparse.ArgumentParser(
-        description=__doc__.splitlines()[0],
-        epilog="methods: " + ", ".join(names),
+        description=__doc__.splitlines()[0], epilog="methods: " + ", ".join(names)
     )
     add = parser.add_argument
     add("--nets", nargs="+", choices=nets.TABLE, default=list(nets.TABLE), metavar="NET")
-    add("--dtypes", nargs="+", choices=["float32", "bf16"], help="default: both; CPU: float32")
-    where = "METHOD, NET:METHOD or NET:DTYPE:METHOD"
-    add("--methods", nargs="+", type=scoped, metavar="METHOD", help=f"{where}; see README.md")
-    add("--also", nargs="+", type=scoped, default=[], metavar="METHOD", help="beside the default")
-    add("--all-peers", action="store_true", help="also what is slow to compile")
+    add("--dtypes", nargs="+", choices=DTYPES, help="default: both; CPU: float32")
+    add("--methods", nargs="+", choices=names, metavar="METHOD", help="default: all, no peers")
+    add("--without", nargs="+", choices=names, default=[], metavar="METHOD")
+    add("--peers", action="store_true", help="also other libraries' compiled double backward")
     add("--small", action="store_true", help="reduced sizes, for CPUs")
     add("--device", choices=["cuda", "cpu"], help="default: cuda if there is one")
-    add("--repeats", type=int, default=60, help="timed steps per method")
-    add("--cap-seconds", type=float, help="timed seconds per method; default: 2; CPU: 0.5")
-    add("--budget-seconds", type=float, help="for the whole run")
-    add("--limit-seconds", type=float, default=420.0, help="for one network and dtype")
-    add("--jax-seconds", type=float, default=120.0, help="for JAX on one network and dtype")
-    add("--warm-cache", action="store_true", help="first compile everything in parallel")
-    add("--compile-seconds", type=float, help="for that; default: half of the budget")
-    add("--together", action="store_true", help="compile all at once, then measure one by one")
-    add("--start-by", type=float, default=300.0, help="with --together: seconds for compiling")
-    add("--ahead", type=int, help="workers that start up while one measures; default: 1; CPU: 0")
-    add("--no-exact", action="store_true", help="compare with stock autograd in the same dtype")
-    add("--no-references", action="store_true", help="compare with nothing; saves a slow step")
-    add("--compile-only", action="store_true", help="do that and nothing else")
-    add(
-        "--jobs", type=int, default=max(1, (os.cpu_count() or 2) // 2), help="parallel compilations"
-    )
-    add("--cache-dir", type=Path, default=Path(tempfile.gettempdir()) / "doubleback-benchmarks")
-    add("--jax-python", default=sys.executable, help="the interpreter that has JAX")
-    add("--out", type=Path, help="JSON file")
-    add(
-        "--combine",
-        nargs="+",
-        type=Path,
-        metavar="JSON",
-        help="merge results, of --methods; measures nothing",
-    )
+    add("--repeats", type=int, default=40, help="timed steps per method")
+    add("--seconds", type=float, default=1.5, help="at most, for these steps")
+    add("--compile-seconds", type=float, default=600.0, help="for all compilations together")
+    add("--row-seconds", type=float, default=90.0, help="for measuring one row")
+    add("--out", type=Path, help="JSON file, rewritten after each row")
+    add("--row", nargs=2, metavar=("NET", "DTYPE"), help=argparse.SUPPRESS)
+    add("--folder", type=Path, help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     chosen.device = chosen.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    cpu = chosen.device == "cpu"
-    chosen.dtypes = chosen.dtypes or (["float32"] if cpu else ["float32", "bf16"])
-    chosen.cap_seconds = chosen.cap_seconds or (0.5 if cpu else 2.0)
-    chosen.ahead = (0 if cpu else 1) if chosen.ahead is None else chosen.ahead
-    chosen.budget_seconds = chosen.budget_seconds or float("inf")
-    chosen.compile_seconds = chosen.compile_seconds or chosen.budget_seconds / 2
+    chosen.dtypes = chosen.dtypes or (["float32"] if chosen.device == "cpu" else list(DTYPES))
     return chosen
 
 
-class Scoped(NamedTuple):
-    """A method, on every network and dtype or on some."""
-
-    net: str | None
-    dtype: str | None
-    method: str
-
-    def applies(self, net: str, dtype: str) -> bool:
-        return self.net in (None, net) and self.dtype in (None, dtype)
-
-
-def scoped(text: str) -> Scoped:
-    """
-    >>> scoped("vit:bf16:plain-compiled")
-    Scoped(net='vit', dtype='bf16', method='plain compiled')
-    """
-    *scope, method = text.split(":")
-    net, dtype = (*scope, None, None)[:2]
+def selected(chosen: argparse.Namespace, net: str) -> list[str]:
+    """The methods of a row, what compiles first."""
     names = methods.known()
-    if len(scope) > 2 or method not in names or net not in (None, *nets.TABLE):
-        raise argparse.ArgumentTypeError(f"{text!r} names no method, or no network")
-    if dtype not in (None, "float32", "bf16"):
-        raise argparse.ArgumentTypeError(f"{text!r}: no such dtype")
-    return Scoped(net, dtype, names[method])
-
-
-def slow_to_compile(method: str, net: str, device: str) -> bool:
-    """Peers on heavy networks; on CPUs, all compiled methods but the main two."""
-    if method in methods.JAX:
-        return False
-    base = methods.parse(method)[0]
-    if device == "cpu":
-        return base.compiled and method not in ("plain compiled", "doubleback compiled")
-    return base.peer and nets.TABLE[net].heavy
-
-
-def selected(chosen: argparse.Namespace, net: str, dtype: str) -> list[str]:
-    """The methods to run on a network: as asked, or the default less what does not apply."""
     if chosen.methods:
-        wanted = [asked.method for asked in chosen.methods if asked.applies(net, dtype)]
+        wanted = [names[m] for m in chosen.methods]
     else:
-        wanted = list(methods.DEFAULT)
-        if not chosen.all_peers:
-            wanted = [m for m in wanted if not slow_to_compile(m, net, chosen.device)]
-        if importlib.util.find_spec("jax") is None and chosen.jax_python == sys.executable:
-            wanted = [method for method in wanted if method not in methods.JAX]
-    more = [asked.method for asked in chosen.also if asked.applies(net, dtype)]
-    wanted += [method for method in more if method not in wanted]
+        wanted = [m for m in methods.DEFAULT if chosen.peers or not methods.parse(m)[0].peer]
+        if chosen.device == "cpu":
+            wanted = [m for m in wanted if not methods.captures(m)]
+        wanted = [m for m in wanted if m not in {names[n] for n in chosen.without}]
     if not nets.TABLE[net].layouts:
-        wanted = [method for method in wanted if methods.CHANNELS_LAST not in method]
-    return wanted
+        wanted = [m for m in wanted if methods.CHANNELS_LAST not in m]
+    return sorted(wanted, key=lambda m: (not methods.parse(m)[0].compiled, methods.captures(m)))
 
 
-# --- processes ------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------- one row
 
 
-def environment(chosen: argparse.Namespace, threads: int | None = None) -> dict[str, str]:
-    cache = chosen.cache_dir.absolute()
-    variables = dict(os.environ)
-    variables["TORCHINDUCTOR_CACHE_DIR"] = str(cache / "inductor")
-    variables["TRITON_CACHE_DIR"] = str(cache / "triton")
-    variables.setdefault("JAX_COMPILATION_CACHE_DIR", str(cache / "jax"))
-    variables.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
-    variables.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    if chosen.device == "cpu":
-        variables.setdefault("JAX_PLATFORMS", "cpu")
-        variables.setdefault("OMP_WAIT_POLICY", "passive")  # spinning ruins shared cores' timings
-    if threads is not None:
-        variables["TORCHINDUCTOR_COMPILE_THREADS"] = str(threads)
-    return variables
+@contextlib.contextmanager
+def crowded(folder: Path) -> Iterator[None]:
+    """While others use the device too, Inductor times its configurations in one process at a time,
+    and cuDNN chooses anew afterwards: it keeps its choices by `deterministic`, among others."""
+    from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+
+    tune = CachingAutotuner.autotune_to_one_config
+
+    def tune_alone(self, *args, **kwargs):
+        with alone(folder / "tuning"):
+            return tune(self, *args, **kwargs)
+
+    cudnn = torch.backends.cudnn
+    cudnn.benchmark, cudnn.deterministic = False, True
+    CachingAutotuner.autotune_to_one_config = tune_alone
+    try:
+        yield
+    finally:
+        cudnn.benchmark, cudnn.deterministic = True, False
+        CachingAutotuner.autotune_to_one_config = tune
 
 
-_running: set[int] = set()
+class Row:
+    """One network in one dtype, and its methods."""
 
+    def __init__(self, chosen: argparse.Namespace) -> None:
+        self.chosen = chosen
+        self.net_name, self.dtype = chosen.row
+        entry = nets.TABLE[self.net_name]
+        self.weight, self.cuda = entry.weight, chosen.device == "cuda"
+        net, xs, ys = nets.problem(
+            self.net_name, small=chosen.small, dtype=DTYPES[self.dtype], device=chosen.device
+        )
+        self.layouts: dict[bool, tuple[nn.Module, list]] = {False: (net, [*zip(xs, ys)])}  # noqa: B905
+        self.steps: dict[str, methods.Step] = {}
+        self.columns: dict[str, dict[str, Any]] = {}
+        self.facts = {
+            "net": self.net_name, "dtype": self.dtype, "batch": entry.size(chosen.small).batch,
+            "parameters": sum(p.numel() for p in net.parameters()), "columns": self.columns,
+        }  # fmt: skip
 
-def end_group(leader: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(leader, signal.SIGKILL)
+    def layout(self, channels_last: bool) -> tuple[nn.Module, list]:
+        if channels_last not in self.layouts:
+            net, sets = self.layouts[False]
+            moved = copy.deepcopy(net).to(memory_format=torch.channels_last)
+            laid = [(x.contiguous(memory_format=torch.channels_last), y) for x, y in sets]
+            self.layouts[channels_last] = moved, laid
+        return self.layouts[channels_last]
 
+    def save(self) -> None:
+        path = self.chosen.folder / f"{self.net_name}-{self.dtype}.json"
+        scratch = path.with_suffix(".partial")
+        scratch.write_text(json.dumps(self.facts))
+        os.replace(scratch, path)
 
-def end_all(number: int, _frame: object) -> None:
-    """On a signal: leave no process behind. Results so far are in the output file."""
-    for leader in list(_running):
-        end_group(leader)
-    os._exit(128 + number)
-
-
-def call(
-    command: list[str], variables: dict[str, str], limit_s: float, begun: Path | None = None
-) -> tuple[str, str, str]:
-    """(stdout, stderr, trouble) of a process; on time-out it and its children are ended.
-
-    begun: a file that comes to be when the process has its turn; the limit counts from then on.
-    """
-    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-        process = subprocess.Popen(command, env=variables, stdout=out, stderr=err, process_group=0)
-        _running.add(process.pid)
-        trouble = ""
+    def attempt(self, method: str, work: Any, *args: Any) -> bool:
+        """Whether it came through; what went wrong stands in the method's column."""
         try:
-            while begun is not None and not begun.exists() and process.poll() is None:
-                time.sleep(0.1)
-            if process.wait(timeout=max(1.0, limit_s)):
-                trouble = f"exit status {process.returncode}"
-        except subprocess.TimeoutExpired:
-            trouble = f"ended at its limit of {limit_s:.0f} s"
+            with methods.parse(method)[0].around():
+                work(method, *args)
+        except Exception as error:
+            traceback.print_exc()
+            lines = str(error).strip().splitlines()
+            told = f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]
+            self.columns[method] = {"error": told}
+            self.steps.pop(method, None)
+            tidy(self.cuda)
+            return False
         finally:
-            end_group(process.pid)
-            process.wait()
-            _running.discard(process.pid)
-        out.seek(0), err.seek(0)
-        return out.read(), err.read(), trouble
+            self.save()
+        return True
 
+    def first_call(self, method: str) -> None:
+        net, sets = self.layout(methods.parse(method)[1])
+        start = time.perf_counter()
+        step = methods.build(method, net, *sets[0], self.weight)
+        for _ in range(3):  # sweeps are flattened at the third call
+            net.zero_grad(set_to_none=True)
+            step(*sets[0])
+        if self.cuda:
+            torch.cuda.synchronize()
+        self.steps[method] = step
+        self.columns[method] = {"first_calls_s": round(time.perf_counter() - start, 2)}
 
-class Task:
-    """One network in one dtype with some methods: a worker process, then JAX in another."""
+    def references(self) -> dict[bool, dict[str, Tensor]]:
+        """By autograd from the same numbers, in float64 on a CPU and in float32 without TF32 on a
+        GPU: gradients of the plain step (False) and of the penalised one (True)."""
+        net, sets = self.layout(False)
+        wide = torch.float32 if self.cuda else torch.float64
+        found = {}
+        allow_tf32(False)
+        torch.backends.cudnn.benchmark = False
+        for penalised, method in ((False, "plain"), (True, "stock")):
+            twin, x = copy.deepcopy(net).to(wide), sets[0][0].to(wide)
+            step = methods.build(method, twin, x, sets[0][1], self.weight)
+            found[penalised] = gradients(step, twin, x, sets[0][1])
+            del twin, step
+            tidy(self.cuda)
+        allow_tf32(True)
+        torch.backends.cudnn.benchmark = True
+        return found
 
-    def __init__(self, chosen, net: str, dtype: str, names: list[str], *, compile_only: bool):
-        self.chosen, self.net, self.dtype = chosen, net, dtype
-        self.torch_methods = [name for name in names if name not in methods.JAX]
-        self.jax_methods = [name for name in names if name in methods.JAX]
-        self.compile_only = compile_only
-        self.turns: dict[str, Any] | None = None
-        self.gate: Path | None = None
-        self.size = nets.TABLE[net].size(chosen.small)
+    def judge(self, method: str, known: dict[bool, dict[str, Tensor]]) -> None:
+        """The gradient's error, and the peak of memory."""
+        base, channels_last, _ = methods.parse(method)
+        net, sets = self.layout(channels_last)
+        expected = known.get(base.penalised)
+        step, column = self.steps[method], self.columns[method]
+        if expected is not None:
+            found = gradients(step, net, *sets[0])
+            column["gradient_error"] = distance(found, expected)
+        if self.cuda and not methods.captures(method):
+            net.zero_grad(set_to_none=True)
+            tidy(True)
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            step(*sets[0])
+            torch.cuda.synchronize()
+            column["peak_mib"] = (torch.cuda.max_memory_allocated() - before) / 2**20
+        net.zero_grad(set_to_none=True)
 
-    @property
-    def references(self) -> list[str]:
-        """What gradients are compared with."""
-        if self.chosen.no_references:
-            return []
-        return ["stock"] if self.chosen.no_exact else ["stock", "exact"]
+    def timed(self, method: str, count: int) -> list[float]:
+        net, sets = self.layout(methods.parse(method)[1])
+        step, samples, pairs = self.steps[method], [], []
+        net.zero_grad(set_to_none=True)
+        step(*sets[-1])
+        if self.cuda:
+            torch.cuda.synchronize()
+        for i in range(count):
+            net.zero_grad(set_to_none=True)
+            if self.cuda:
+                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                start.record()
+                step(*sets[i % len(sets)])
+                end.record()
+                pairs.append((start, end))
+            else:
+                begin = time.perf_counter()
+                step(*sets[i % len(sets)])
+                samples.append(1e3 * (time.perf_counter() - begin))
+        if self.cuda:
+            torch.cuda.synchronize()
+            samples = [start.elapsed_time(end) for start, end in pairs]
+        net.zero_grad(set_to_none=True)
+        return samples
 
-    @property
-    def gib(self) -> float:
-        """Device memory this task may need."""
-        if self.chosen.small:
-            return 1.0
-        share = 1.0 if self.dtype == "float32" else 0.5
-        if self.compile_only:
-            share /= 2  # most of the time it compiles
-        return nets.TABLE[self.net].gib * share + 1
+    def run(self, waiting: int) -> None:
+        names = selected(self.chosen, self.net_name)
+        folder = self.chosen.folder
+        allow_tf32(True)
+        compiled = [m for m in names if methods.parse(m)[0].compiled and not methods.captures(m)]
+        with crowded(folder) if self.cuda else contextlib.nullcontext():
+            for method in compiled:
+                self.attempt(method, self.first_call)
+        (folder / f"ready-{os.getpid()}").touch()
+        deadline = (folder / "begun").stat().st_mtime + self.chosen.compile_seconds
+        while len([*folder.glob("ready-*")]) < waiting and time.time() < deadline:
+            time.sleep(0.2)
+        with alone(folder / "turn"):
+            self.measure([m for m in names if m not in compiled])
 
-    def run(
-        self, limit_s: float, threads: int | None = None, deadline: float = float("inf")
-    ) -> dict[str, Any]:
-        """The worker's facts, its rows completed: every method has one, if only an error."""
-        with tempfile.TemporaryDirectory() as folder_name:
-            folder = Path(folder_name)
-            variables = environment(self.chosen, threads)
-            facts = self._worker(folder, variables, limit_s)
-            if self.jax_methods:
-                with alone(self.gate):
-                    left = min(self.chosen.jax_seconds, deadline - time.monotonic())
-                    facts["rows"] |= self._jax(folder, variables, left)
-        return facts
-
-    def _worker(self, folder: Path, variables: dict[str, str], limit_s: float) -> dict[str, Any]:
-        result = folder / "result.json"
-        job = {
-            "net": self.net,
-            "dtype": self.dtype,
-            "methods": self.torch_methods,
-            "small": self.chosen.small,
-            "device": self.chosen.device,
-            "repeats": self.chosen.repeats,
-            "cap_s": self.chosen.cap_seconds,
-            "limit_s": limit_s,
-            "compile_only": self.compile_only,
-            "references": self.references,
-            "turns": self.turns,
-            "gate": None if self.gate is None else str(self.gate),
-            "begun": str(folder / "begun"),
-            "export": str(folder) if self.jax_methods else None,
-            "result": str(result),
-        }
-        (folder / "worker.json").write_text(json.dumps(job))
-        command = [sys.executable, str(HERE / "worker.py"), str(folder / "worker.json")]
-        begun = None if self.gate is None else folder / "begun"
-        _, err, trouble = call(command, variables, limit_s + 10, begun)
-        facts = json.loads(result.read_text()) if result.exists() else {"rows": {}}
-        for method in self.torch_methods:
-            row = facts["rows"].setdefault(method, {"error": f"not run: {trouble}"})
-            if trouble and method == facts.get("current"):
-                row["error"] = f"{trouble}; {err.strip()[-600:]}"
-        if trouble and not facts.get("current"):
-            print(err[-2000:], file=sys.stderr)
-        return facts
-
-    def _jax(self, folder: Path, variables: dict[str, str], limit_s: float) -> dict[str, Any]:
-        if not (folder / "data.npz").exists():
-            return {
-                method: {"error": "not run: no exported network"} for method in self.jax_methods
-            }
-        job = {
-            "net": self.net,
-            "dtype": self.dtype,
-            "device": self.chosen.device,
-            "sizes": asdict(self.size)["arguments"],
-            "sets": 2,
-            "methods": self.jax_methods,
-            "weight": nets.TABLE[self.net].weight,
-            "repeats": self.chosen.repeats,
-            "cap_s": self.chosen.cap_seconds,
-        }
-        (folder / "job.json").write_text(json.dumps(job))
-        command = [self.chosen.jax_python, str(HERE / "jax_peer.py"), str(folder)]
-        out, err, trouble = call(command, variables, limit_s)
-        rows = {}
-        for line in out.splitlines():
-            if line.startswith("{"):
-                row = json.loads(line)
-                rows[row.pop("method")] = row
-        for method in self.jax_methods:
-            rows.setdefault(method, {"error": f"not run: {trouble}; {err.strip()[-600:]}"})
-        return rows
-
-
-# --- the two passes -------------------------------------------------------------------------------
-
-
-class Memory:
-    """Admits tasks while their device memory adds up to less than the card has."""
-
-    def __init__(self, gib: float):
-        self.free, self.total = gib, gib
-        self.changed = threading.Condition()
-
-    @contextlib.contextmanager
-    def take(self, gib: float) -> Iterator[None]:
-        gib = min(gib, self.total)
-        with self.changed:
-            self.changed.wait_for(lambda: self.free >= gib)
-            self.free -= gib
+    def measure(self, others: list[str]) -> None:
+        end = time.monotonic() + self.chosen.row_seconds
+        torch.backends.cudnn.benchmark = True
+        known: dict[bool, dict[str, Tensor]] = {}
         try:
-            yield
-        finally:
-            with self.changed:
-                self.free += gib
-                self.changed.notify_all()
+            known = self.references()
+        except Exception as error:
+            self.facts["no_reference"] = f"{type(error).__name__}: {error}"[:300]
+            tidy(self.cuda)
+        for method in others:
+            if time.monotonic() < end:
+                self.attempt(method, self.first_call)
+            else:
+                self.columns[method] = {"error": "not run: no time left"}
+        for method in list(self.steps):
+            self.attempt(method, self.judge, known)
+        del known
+        tidy(self.cuda)
+        samples: dict[str, list[float]] = {}
+        for method in self.steps:
+            with methods.parse(method)[0].around():
+                samples[method] = self.timed(method, 2)
+        counts = {
+            m: plan_repeats(min(times), self.chosen.repeats, self.chosen.seconds)
+            for m, times in samples.items()
+        }
+        samples = {m: [] for m in samples}
+        gc.disable()
+        for _ in range(ROUNDS):
+            for method, times in samples.items():
+                if time.monotonic() < end or not times:
+                    with methods.parse(method)[0].around():
+                        times += self.timed(method, max(1, round(counts[method] / ROUNDS)))
+        gc.enable()
+        for method, times in samples.items():
+            self.columns[method] |= summary(times)
+        price(self.columns)
+        self.facts["complete"] = True
+        self.save()
 
 
-def device_gib(device: str) -> float:
-    """What may be handed out, asked in another process so that this one stays off the device."""
-    if device == "cpu":
-        return 8.0
-    question = "import torch; print(torch.cuda.get_device_properties(0).total_memory)"
-    answer = subprocess.run(
-        [sys.executable, "-c", question], capture_output=True, text=True, check=True
-    )
-    return 0.85 * int(answer.stdout) / 2**30
-
-
-Failures = dict[tuple[str, str, str], str]  # network, dtype, method → what went wrong
-
-
-def _slowest_first(net: str, method: str) -> tuple[bool, ...]:
-    """Sorts what takes longest to compile first."""
-    base = methods.parse(method)[0]
-    return not nets.TABLE[net].heavy, not base.peer, not base.penalised
-
-
-def warm_cache(chosen: argparse.Namespace, deadline: float) -> Failures:
-    """Compile in parallel processes, so that the timed pass finds the kernels in the caches. What
-    could not be compiled is returned: there is no use in trying again.
-
-    What was tuned by timing on the crowded device is forgotten again: Inductor's choices among
-    its compiled configurations are deleted and made anew in the timed pass, and JAX, whose cache
-    has no such seam, compiles in the timed pass alone.
-    """
-    tasks = [
-        Task(chosen, net, dtype, [method], compile_only=True)
-        for net in chosen.nets
-        for dtype in chosen.dtypes
-        for method in selected(chosen, net, dtype)
-        if method not in methods.JAX and methods.parse(method)[0].compiled
-    ]
-    tasks.sort(key=lambda task: _slowest_first(task.net, *task.torch_methods))
-    memory = Memory(device_gib(chosen.device))
-    threads = max(1, (os.cpu_count() or 2) // max(1, chosen.jobs))
-    failures: Failures = {}
-
-    def compile_one(task: Task) -> None:
-        (name,) = task.torch_methods
-        with memory.take(task.gib):
-            start = time.monotonic()
-            left = deadline - start
-            error = "no time left"
-            if left >= 10:
-                facts = task.run(min(left, chosen.limit_seconds), threads)
-                error = facts["rows"][name]["error"]
-        seconds = time.monotonic() - start
-        print(f"  {seconds:6.1f} s  {task.net} {task.dtype}: {name}", flush=True)
-        if error:
-            print(f"           {error.splitlines()[0][:160]}", flush=True)
-            text = f"not compiled in {seconds:.0f} s, {chosen.jobs} at a time: {error}"
-            failures[task.net, task.dtype, name] = text
-
-    print(f"compiling {len(tasks)} methods, {chosen.jobs} at a time", flush=True)
-    with ThreadPoolExecutor(chosen.jobs) as pool:
-        list(pool.map(compile_one, tasks))
-    for choice in (chosen.cache_dir / "inductor").rglob("*.best_config"):
-        choice.unlink()
-    return failures
-
-
-def together(chosen: argparse.Namespace, document: dict[str, Any], deadline: float) -> None:
-    """All workers at once: they compile side by side, then measure one after the other.
-
-    Each compiled peer has a worker of its own, so that a compiler that does not come to an end
-    costs no other number. JAX, which compiles while it measures, is left out.
-    """
-    tasks = []
-    for net, dtype in ((net, dtype) for net in chosen.nets for dtype in chosen.dtypes):
-        names = [name for name in selected(chosen, net, dtype) if name not in methods.JAX]
-        peers = [name for name in names if (m := methods.parse(name)[0]).compiled and m.peer]
-        ours = sorted((name for name in names if name not in peers), key=methods.captures)
-        parts = [[peer] for peer in peers] + ([ours] if ours else [])
-        tasks += [Task(chosen, net, dtype, part, compile_only=False) for part in parts]
-    tasks.sort(key=lambda task: _slowest_first(task.net, task.torch_methods[-1]))
-    limit = min(deadline - time.monotonic(), max(chosen.limit_seconds, 2 * chosen.start_by))
-    threads = max(1, (os.cpu_count() or 2) // len(tasks))
-    with tempfile.TemporaryDirectory() as folder:
-        for task in tasks:
-            task.turns = {
-                "folder": folder,
-                "workers": len(tasks),
-                "start_by": time.time() + chosen.start_by,
-            }
-        with ThreadPoolExecutor(len(tasks)) as pool:
-            runs = {pool.submit(task.run, limit, threads): task for task in tasks}
-            known: dict[tuple[str, str], dict[str, Any]] = {}
-            found: dict[tuple[str, str], list[dict[str, Any]]] = {}
-            for run in as_completed(runs):
-                task, facts = runs[run], run.result()
-                pair = task.net, task.dtype
-                document["hardware"] = facts.get("hardware", document["hardware"])
-                document["versions"] |= facts.get("versions", {})
-                whole = known.setdefault(pair, {"rows": {}})
-                whole |= {**facts, "rows": whole["rows"] | facts["rows"]}
-                weight = nets.TABLE[task.net].weight
-                found[pair] = report.complete(*pair, task.size.batch, weight, whole)
-                document["results"] = [row for some in found.values() for row in some]
-                report.write(chosen.out, document)
-                print(f"\n{task.net} {task.dtype}, batch {task.size.batch}")
-                report.show(found[pair])
-
-
-def timed_pass(
-    chosen: argparse.Namespace, document: dict[str, Any], deadline: float, failures: Failures
-) -> None:
-    """One network and dtype after the other; the next worker starts up while one measures."""
-    pairs = [(net, dtype) for dtype in chosen.dtypes for net in chosen.nets]
-    tasks = []
-    for pair in pairs:
-        names = [name for name in selected(chosen, *pair) if (*pair, name) not in failures]
-        tasks.append(Task(chosen, *pair, names, compile_only=False))
-
-    def run(i: int) -> dict[str, Any]:
-        task, left = tasks[i], deadline - time.monotonic()
-        share = 2 * left / (len(tasks) - i)
-        if left < 20:
-            error = {"error": "not run: budget spent"}
-            return {"rows": {m: dict(error) for m in task.torch_methods + task.jax_methods}}
-        limit = min(chosen.limit_seconds, left, max(60.0, share))
-        return task.run(limit, deadline=deadline)
-
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(1 + chosen.ahead) as pool:
-        for task in tasks:
-            task.gate = Path(folder) / "gate"
-        start = time.monotonic()
-        for task, facts in zip(tasks, pool.map(run, range(len(tasks))), strict=True):
-            document["hardware"] = facts.get("hardware", document["hardware"])
-            document["versions"] |= facts.get("versions", {})
-            for (net, dtype, name), text in failures.items():
-                if (net, dtype) == (task.net, task.dtype):
-                    facts["rows"][name] = {"error": text}
-            weight = nets.TABLE[task.net].weight
-            rows = report.complete(task.net, task.dtype, task.size.batch, weight, facts)
-            document["results"] += rows
-            report.write(chosen.out, document)
-            passed = time.monotonic() - start
-            print(f"\n{task.net} {task.dtype}, batch {task.size.batch}: after {passed:.0f} s")
-            report.show(rows)
-
-
-def main() -> int:
-    chosen = arguments()
-    if chosen.combine:
-        document = report.combine([json.loads(path.read_text()) for path in chosen.combine])
-        if chosen.methods:
-            kept = {asked.method for asked in chosen.methods}
-            document["results"] = [r for r in document["results"] if r["method"] in kept]
-        report.write(chosen.out, document)
-        report.overview(document["results"])
-        return 0
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, end_all)
-    deadline = time.monotonic() + chosen.budget_seconds
-    failures: Failures = {}
-    if chosen.warm_cache or chosen.compile_only:
-        half = time.monotonic() + chosen.compile_seconds
-        failures = warm_cache(chosen, deadline if chosen.compile_only else half)
-    if chosen.compile_only:
-        return 0
-    document = {
-        "hardware": None,
-        "versions": {"jax": report.jax_version(chosen.jax_python)},
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": command_line(),
-        "small": chosen.small,
-        "results": [],
+def gradients(step: methods.Step, net: nn.Module, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+    net.zero_grad(set_to_none=True)
+    step(x, y)
+    return {
+        name: (torch.zeros_like(p) if p.grad is None else p.grad).detach().double().cpu()
+        for name, p in net.named_parameters()
     }
-    if chosen.together:
-        together(chosen, document, deadline)
-    else:
-        timed_pass(chosen, document, deadline, failures)
-    print()
-    report.overview(document["results"])
-    return 0
+
+
+def distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """‖g − r‖ / ‖r‖ over all parameters together."""
+    apart = sum(float((found[n] - r).square().sum()) for n, r in expected.items())
+    return (apart / sum(float(r.square().sum()) for r in expected.values())) ** 0.5
+
+
+def price(columns: dict[str, dict[str, Any]]) -> None:
+    """To each penalised method its price: over the fastest plain step of its own launch kind, which
+    is named beside it; memory over that of the plain step that allocates least."""
+    for method, column in columns.items():
+        base = methods.parse(method)[0]
+        if not base.penalised or column.get("ms") is None:
+            continue
+        plain = {
+            name: other
+            for name, other in columns.items()
+            if other.get("ms") is not None
+            and not methods.parse(name)[0].penalised
+            and methods.launch(name) == methods.launch(method)
+        }
+        if not plain:
+            continue
+        fastest = min(plain, key=lambda name: plain[name]["ms"])
+        column["over"], column["price"] = fastest, column["ms"] / plain[fastest]["ms"]
+        peaks = [other["peak_mib"] for other in plain.values() if other.get("peak_mib")]
+        if peaks and column.get("peak_mib"):
+            column["memory_price"] = column["peak_mib"] / min(peaks)
+
+
+# ----------------------------------------------------------------------------- the whole run
 
 
 def command_line() -> str:
     """The command as others would type it: without the folders of this machine."""
     words = sys.argv[1:]
-    for option in ("--out", "--cache-dir", "--jax-python"):
-        if option in words[:-1]:
-            at = words.index(option) + 1
-            words[at] = Path(words[at]).name
+    if "--out" in words[:-1]:
+        at = words.index("--out") + 1
+        words[at] = Path(words[at]).name
     return shlex.join(["python", "benchmarks/engine.py", *words])
+
+
+def show(row: dict[str, Any]) -> None:
+    print(f"\n{row['net']} {row['dtype']}, batch {row['batch']}")
+    for method, column in row["columns"].items():
+        if column.get("ms") is None:
+            print(f"  {method:<42} {column.get('error', 'not finished')[:110]}")
+            continue
+        parts = [f"{column['ms']:9.2f} ms ± {column['ms_spread']:.2f}"]
+        if "price" in column:
+            parts.append(f"{column['price']:5.2f} × {column['over']}")
+        if column.get("gradient_error") is not None:
+            parts.append(f"error {column['gradient_error']:.1e}")
+        if column.get("memory_price"):
+            parts.append(f"memory {column['memory_price']:.2f} ×")
+        print(f"  {method:<42} " + "  ".join(parts), flush=True)
+
+
+def main() -> int:
+    chosen = arguments()
+    if chosen.row:
+        waiting = int((chosen.folder / "begun").read_text())
+        Row(chosen).run(waiting)
+        return 0
+    pairs = [(net, dtype) for net in chosen.nets for dtype in chosen.dtypes]
+    document: dict[str, Any] = {
+        "hardware": hardware(chosen.device), "versions": versions(), "small": chosen.small,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": command_line(), "rows": [],
+    }  # fmt: skip
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "begun").write_text(str(len(pairs)))
+        threads = max(1, (os.cpu_count() or 2) // len(pairs))
+        variables = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": str(threads)}
+        variables.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder / "inductor"))
+        if chosen.device == "cpu":
+            variables.setdefault("OMP_WAIT_POLICY", "passive")
+        started = {}
+        for net, dtype in pairs:
+            with open(folder / f"{net}-{dtype}.log", "w") as log:
+                words = [*sys.argv[1:], "--row", net, dtype, "--folder", str(folder)]
+                command = [sys.executable, str(HERE / "engine.py"), *words]
+                started[net, dtype] = subprocess.Popen(
+                    command, env=variables, stdout=log, stderr=subprocess.STDOUT
+                )
+        try:
+            collect(chosen, document, folder, started)
+        finally:
+            for process in started.values():
+                process.kill()
+    return 0
+
+
+def collect(
+    chosen: argparse.Namespace, document: dict[str, Any], folder: Path, started: dict
+) -> None:
+    """Rows as they come to an end, in the order of the networks."""
+    order = list(started)
+    left, rows = dict(started), {}
+    while left:
+        time.sleep(0.3)
+        for pair in [pair for pair, process in left.items() if process.poll() is not None]:
+            process = left.pop(pair)
+            net, dtype = pair
+            path = folder / f"{net}-{dtype}.json"
+            row = json.loads(path.read_text()) if path.exists() else None
+            if row is None or not row.get("complete"):
+                (folder / f"ready-{process.pid}").touch()  # nobody waits for it
+                print(f"\n{net} {dtype} did not finish; the end of what it said:")
+                print((folder / f"{net}-{dtype}.log").read_text()[-1500:], flush=True)
+            if row is None:
+                continue
+            rows[pair] = row
+            document["rows"] = [rows[p] for p in order if p in rows]
+            write(chosen.out, document)
+            show(row)
 
 
 if __name__ == "__main__":

@@ -27,8 +27,7 @@ import numpy as np
 import torch
 
 import jacobian_methods as jm
-from timing import plan_repeats, summary
-from worker import (
+from measuring import (
     DTYPES,
     allow_tf32,
     evaluate,
@@ -39,6 +38,7 @@ from worker import (
     time_steps,
     versions,
 )  # fmt: skip
+from timing import plan_repeats, summary
 
 HERE = Path(__file__).parent
 JAX_NETS = {

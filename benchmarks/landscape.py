@@ -24,8 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from doubleback import landscape as L
-from report import print_table, write
-from worker import hardware, versions
+from measuring import hardware, print_table, versions, write
 
 SHARES = (0.5, 0.9, 0.99, 1.0)
 ENTRIES = ("0.weight[3,100]", "0.bias[3]", "2.weight[7,5]", "2.bias[7]")

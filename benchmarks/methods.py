@@ -35,13 +35,15 @@ CHANNELS_LAST, CUDA_GRAPH = " channels-last", " CUDA graph"
 class Method:
     """`build(net, x, y, weight)` makes the step; `compiled` says whether a first call compiles.
 
-    `peer` marks other libraries' double backward, slow to compile on heavy nets.
+    `peer` marks other libraries' double backward, slow to compile on heavy nets. Whoever builds,
+    calls and times the step does so inside `around()`.
     """
 
     build: Callable[[nn.Module, Tensor, Tensor, float], Step]
     compiled: bool = False
     penalised: bool = True
     peer: bool = False
+    around: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
 
 
 def math_attention() -> contextlib.AbstractContextManager:
@@ -91,6 +93,23 @@ def _stock(net: nn.Module, x: Tensor, y: Tensor, weight: float) -> Step:
         return loss.detach(), penalty.detach()
 
     return step
+
+
+def _patched(net: nn.Module, x: Tensor, y: Tensor, weight: float) -> Step:
+    """Stock's loop; the library's derivatives are in it from outside."""
+
+    def step(x, y):
+        loss, penalty = objective(net, x, y)
+        (loss + weight * penalty).backward()
+        return loss.detach(), penalty.detach()
+
+    return step
+
+
+def _patch() -> contextlib.AbstractContextManager:
+    import doubleback as db
+
+    return db.patched()
 
 
 def _give(net: nn.Module, names: list[str], gradients) -> None:
@@ -194,6 +213,7 @@ def _doubleback(
         model: Any = _model(net, compiled, recompute)
 
         def two_calls(x, y):
+            model.cuda_graph = graphed
             out, penalty = model(x, y)
             loss = F.cross_entropy(out, y)
             (loss + weight * penalty).backward()
@@ -213,43 +233,49 @@ METHODS: dict[str, Method] = {
     "plain": Method(_plain, penalised=False),
     "plain compiled": Method(_plain_compiled, compiled=True, penalised=False),
     "stock": Method(_stock),
-    "doubleback eager": Method(_doubleback(compiled=False, one_shot=False)),
+    "patched": Method(_patched, around=_patch),
+    "doubleback": Method(_doubleback(compiled=False, one_shot=False)),
+    "doubleback graphed": Method(_doubleback(False, one_shot=False, graphed=True)),
+    "accumulate": Method(_doubleback(compiled=False, one_shot=True)),
+    "accumulate graphed": Method(_doubleback(False, one_shot=True, graphed=True)),
     "doubleback compiled": Method(_doubleback(compiled=True, one_shot=False), compiled=True),
-    "doubleback one-shot": Method(_doubleback(compiled=False, one_shot=True)),
-    "doubleback one-shot compiled": Method(
-        _doubleback(compiled=True, one_shot=True), compiled=True
+    "doubleback compiled graphed": Method(
+        _doubleback(True, one_shot=False, graphed=True), compiled=True
     ),
-    "doubleback one-shot graphed": Method(_doubleback(False, one_shot=True, graphed=True)),
-    "doubleback one-shot compiled graphed": Method(
+    "accumulate compiled": Method(_doubleback(compiled=True, one_shot=True), compiled=True),
+    "accumulate compiled graphed": Method(
         _doubleback(True, one_shot=True, graphed=True), compiled=True
     ),
-    "doubleback one-shot compiled recompute": Method(
+    "accumulate compiled recompute": Method(
         _doubleback(True, one_shot=True, recompute=True), compiled=True
-    ),
-    "doubleback one-shot graphed held": Method(
-        _doubleback(False, one_shot=True, graphed=True, recompute=False)
     ),
     "torch.func compiled": Method(_torch_func, compiled=True, peer=True),
     "make_fx + inductor": Method(_make_fx, compiled=True, peer=True),
     "make_fx + inductor patched": Method(_make_fx_patched, compiled=True, peer=True),
 }
 
-JAX = {"JAX jit plain": False, "JAX jit": True}  # penalised?
-
 DEFAULT = [
-    "plain",
-    "plain compiled",
-    "doubleback eager",
-    "doubleback compiled",
-    "doubleback one-shot",
-    "doubleback one-shot compiled",
+    *(
+        name + layout + graph
+        for name in ("plain", "plain compiled")
+        for layout in ("", CHANNELS_LAST)
+        for graph in ("", CUDA_GRAPH)
+    ),
     "stock",
-    "JAX jit plain",
-    "JAX jit",
+    "stock" + CHANNELS_LAST,
+    "patched",
+    "patched" + CHANNELS_LAST,
+    "doubleback",
+    "doubleback graphed",
+    "accumulate",
+    "accumulate graphed",
+    "doubleback compiled",
+    "doubleback compiled graphed",
+    "accumulate compiled",
+    "accumulate compiled graphed",
     "torch.func compiled",
     "make_fx + inductor",
-    "plain channels-last",
-    "plain compiled channels-last",
+    "make_fx + inductor patched",
 ]
 
 
@@ -264,7 +290,7 @@ def slug(method: str) -> str:
 
 def known() -> dict[str, str]:
     """Slug → name, for every method with every suffix."""
-    names = list(JAX)
+    names: list[str] = []
     for name in METHODS:
         names += [
             name + layout + graph for layout in ("", CHANNELS_LAST) for graph in ("", CUDA_GRAPH)
@@ -287,10 +313,19 @@ def parse(method: str) -> tuple[Method, bool, bool]:
 def captures(method: str) -> bool:
     """Whether a method keeps a CUDA graph.
 
-    >>> captures("plain CUDA graph"), captures("doubleback one-shot graphed"), captures("plain")
+    >>> captures("plain CUDA graph"), captures("accumulate graphed"), captures("plain")
     (True, True, False)
     """
     return method.endswith((CUDA_GRAPH, " graphed"))
+
+
+def launch(method: str) -> tuple[bool, bool]:
+    """(compiled?, CUDA graph?): what two methods share whose times may be compared.
+
+    >>> launch("accumulate compiled graphed") == launch("plain compiled CUDA graph")
+    True
+    """
+    return parse(method)[0].compiled, captures(method)
 
 
 def capture(step: Step, net: nn.Module, x: Tensor, y: Tensor) -> Step:

@@ -1,4 +1,6 @@
-"""The networks that are measured: plain PyTorch, nothing of doubleback in them.
+"""The networks that are measured: plain PyTorch, nothing of doubleback in them. Six are written so
+that other frameworks can hold the same; five are torchvision's, and two are language models of
+published widths on embeddings.
 
 `TABLE[name]` holds a network's full size and a reduced one for CPUs; `problem(name, ...)` makes the
 network and its inputs. Weights are drawn so that signals neither die nor explode, and inputs and
@@ -236,6 +238,107 @@ class ViT(nn.Module):
         return self.head(self.norm(x[:, 0]))
 
 
+class EncoderBlock(nn.Module):
+    """Attention and MLP, a norm behind each residual, as in BERT."""
+
+    def __init__(self, width: int, heads: int):
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+        self.norm1 = nn.LayerNorm(width, eps=1e-12)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+        self.norm2 = nn.LayerNorm(width, eps=1e-12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, tokens, width = x.shape
+        qkv = self.qkv(x).view(batch, tokens, 3, self.heads, width // self.heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        y = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(batch, tokens, width)
+        x = self.norm1(x + self.out(y))
+        return self.norm2(x + self.down(F.gelu(self.up(x))))
+
+
+class Encoder(nn.Module):
+    """A text encoder on embeddings, classified by its first token; width 768, depth 12, 12 heads is
+    BERT-base."""
+
+    def __init__(self, width: int, depth: int, heads: int, classes: int = 10):
+        super().__init__()
+        self.blocks = nn.ModuleList(EncoderBlock(width, heads) for _ in range(depth))
+        self.pool = nn.Linear(width, width)
+        self.head = nn.Linear(width, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(torch.tanh(self.pool(x[:, 0])))
+
+
+class DecoderBlock(nn.Module):
+    """RMS norm, rotary positions, grouped queries, gated MLP."""
+
+    def __init__(self, width: int, heads: int, groups: int):
+        super().__init__()
+        self.heads, self.groups, self.size = heads, groups, width // heads
+        self.norm1 = nn.RMSNorm(width, eps=1e-5)
+        self.q = nn.Linear(width, width, bias=False)
+        self.kv = nn.Linear(width, 2 * groups * self.size, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+        self.norm2 = nn.RMSNorm(width, eps=1e-5)
+        inner = int(8 * width / 3 + 63) // 64 * 64
+        self.gate = nn.Linear(width, inner, bias=False)
+        self.up = nn.Linear(width, inner, bias=False)
+        self.down = nn.Linear(inner, width, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        batch, tokens, width = x.shape
+        h = self.norm1(x)
+        q = self.q(h).view(batch, tokens, self.heads, self.size).transpose(1, 2)
+        kv = self.kv(h).view(batch, tokens, 2, self.groups, self.size).permute(2, 0, 3, 1, 4)
+        k, v = kv.unbind(0)
+        q, k = rotated(q, cos, sin), rotated(k, cos, sin)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        x = x + self.out(y.transpose(1, 2).reshape(batch, tokens, width))
+        h = self.norm2(x)
+        return x + self.down(F.silu(self.gate(h)) * self.up(h))
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Each pair of coordinates turned by an angle that grows with the position."""
+    a, b = x.chunk(2, -1)
+    return x * cos + torch.cat([-b, a], -1) * sin
+
+
+class Decoder(nn.Module):
+    """A language model of Llama's kind on embeddings; the last token is classified."""
+
+    def __init__(self, width: int, depth: int, heads: int, groups: int, classes: int = 1000):
+        super().__init__()
+        self.blocks = nn.ModuleList(DecoderBlock(width, heads, groups) for _ in range(depth))
+        self.norm = nn.RMSNorm(width, eps=1e-5)
+        self.head = nn.Linear(width, classes, bias=False)
+        self.half = width // heads // 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        places = torch.arange(x.shape[1], device=x.device, dtype=torch.float32)
+        rates = torch.arange(self.half, device=x.device, dtype=torch.float32) / self.half
+        angles = torch.outer(places, 10_000.0**-rates).repeat(1, 2)
+        cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+        for block in self.blocks:
+            x = block(x, cos, sin)
+        return self.head(self.norm(x[:, -1]))
+
+
+def torchvision_net(name: str, **options: Any) -> nn.Module:
+    """A network of torchvision's, as written there. Nothing is dropped at random, so that gradients
+    can be compared."""
+    import torchvision
+
+    return getattr(torchvision.models, name)(**options)
+
+
 @dataclass(frozen=True)
 class Size:
     """One size of a network: constructor arguments, input shape of one example, batch."""
@@ -269,6 +372,14 @@ class Entry:
 
 
 _WIDE, _NARROW = (64, 64, 128, 128, 256, 256), (16, 16, 32, 32, 64, 64)
+
+
+def _published(name: str, weight: float, layouts: bool = True, **options: Any) -> Entry:
+    """One of torchvision's at its published size, 64 images of 224²; smaller: four."""
+    options["name"] = name
+    full, small = Size(options, (3, 224, 224), 64), Size(options, (3, 224, 224), 4)
+    return Entry(torchvision_net, full, small, weight, gib=24, heavy=True, layouts=layouts)
+
 
 TABLE: dict[str, Entry] = {
     "conv": Entry(
@@ -322,7 +433,26 @@ TABLE: dict[str, Entry] = {
         heavy=True,
         layouts=False,
     ),
-}
+    "resnet50": _published("resnet50", 1.0),
+    "mobilenetv2": _published("mobilenet_v2", 1.0, dropout=0.0),
+    "efficientnet_b0": _published(
+        "efficientnet_b0", 1.0, dropout=0.0, stochastic_depth_prob=0.0
+    ),
+    "swin_t": _published("swin_t", 1.0, layouts=False),
+    "vit_b": _published("vit_b_16", 1.0, layouts=False),
+    "bert": Entry(
+        Encoder,
+        Size({"width": 768, "depth": 12, "heads": 12}, (256, 768), 32),
+        Size({"width": 64, "depth": 2, "heads": 4}, (16, 64), 8),
+        weight=5.0, gib=16, heavy=True, layouts=False,
+    ),
+    "llama": Entry(
+        Decoder,
+        Size({"width": 768, "depth": 12, "heads": 12, "groups": 4}, (512, 768), 16),
+        Size({"width": 64, "depth": 2, "heads": 4, "groups": 2, "classes": 10}, (16, 64), 8),
+        weight=5.0, gib=16, heavy=True, layouts=False,
+    ),
+}  # fmt: skip
 
 
 def problem(

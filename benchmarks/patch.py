@@ -31,11 +31,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import doubleback as db
+import measuring
 import methods
 import patch_check
 import patch_nets
-import report
-from worker import DTYPES, allow_tf32, gradient_error, hardware, versions
+from measuring import DTYPES, allow_tf32, gradient_error, hardware, versions
 
 Row = dict[str, Any]
 Step = Callable[[], Any]
@@ -416,7 +416,7 @@ def command_line() -> str:
 def main() -> int:
     chosen = arguments()
     if chosen.combine:
-        report.write(chosen.out, combine(chosen.combine))
+        measuring.write(chosen.out, combine(chosen.combine))
         return 0
     deadline = time.monotonic() + chosen.budget_seconds
     allow_tf32(True)
@@ -431,7 +431,7 @@ def main() -> int:
     }
     for row in rows_of(chosen, deadline):
         document["results"].append(row)
-        report.write(chosen.out, document)
+        measuring.write(chosen.out, document)
         show(row)
     return 0
 

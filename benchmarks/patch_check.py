@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import doubleback as db
-from doubleback.kernels.attention import FLASH, recovered
+from doubleback.kernels import FLASH, recovered
 from methods import math_attention
 
 Context = Callable[[], contextlib.AbstractContextManager]

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.utils import _pytree
 
 import doubleback as db
-import report
+import measuring
 
 LARGEST = 20_000  # entries of a sample's inputs
 
@@ -115,9 +115,11 @@ def main() -> int:
         "results": differing,
         "second_in_both": " ".join(r["operator"] for r in rows if r["second"] and r["patched"]),
     }
-    report.write(chosen.out, document)
+    measuring.write(chosen.out, document)
     marks = [[r["operator"], *("–✓"[r[k]] for k in count)] for r in differing]
-    report.print_table(["operator", "first", "second in stock", "second under db.patch()"], marks)
+    measuring.print_table(
+        ["operator", "first", "second in stock", "second under db.patch()"], marks
+    )
     print(f"all operators: {count}")
     if lost:
         print(f"lost under the patch: {', '.join(lost)}")

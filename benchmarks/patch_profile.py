@@ -13,9 +13,9 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 import doubleback as db
+from measuring import DTYPES, allow_tf32
 from patch import milliseconds, penalised_step, plain_step
 from patch_nets import TABLE
-from worker import DTYPES, allow_tf32
 
 
 def main() -> None:

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+import measuring
 import methods
 import nets
-import report
-from worker import DTYPES, allow_tf32, hardware, versions
+from measuring import DTYPES, allow_tf32, hardware, versions
 
 # First match names the family; kernels that match none are 'other'.
 FAMILIES = {
@@ -93,7 +93,7 @@ def show(method: str, found: list[dict], wall: float, top: int) -> dict[str, flo
         families[name] = families.get(name, 0.0) + record["ms"]
     families = dict(sorted(families.items(), key=lambda item: -item[1]))
     print("  " + ", ".join(f"{name} {ms:.3f}" for name, ms in families.items()))
-    report.print_table(
+    measuring.print_table(
         ["kernel", "ms", "%", "count"],
         [
             [
@@ -109,7 +109,7 @@ def show(method: str, found: list[dict], wall: float, top: int) -> dict[str, flo
 
 
 def main() -> None:
-    names = {slug: name for slug, name in methods.known().items() if name not in methods.JAX}
+    names = {slug: name for slug, name in methods.known().items()}
     parser = argparse.ArgumentParser(
         description=__doc__.splitlines()[0], epilog="methods: " + ", ".join(names)
     )
@@ -150,8 +150,8 @@ def main() -> None:
             continue
         families = show(method, found, wall, chosen.top)
         document["methods"][method] = {"wall_ms": wall, "families": families, "kernels": found}
-        report.write(chosen.json, document)
-    report.write(chosen.json, document)
+        measuring.write(chosen.json, document)
+    measuring.write(chosen.json, document)
 
 
 if __name__ == "__main__":

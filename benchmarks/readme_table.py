@@ -1,4 +1,5 @@
-"""Writes the measured tables of README.md from benchmarks/results/engine-*.json.
+"""Writes the measured tables from benchmarks/results/engine-*.json: a short one into README.md, all
+of them into docs/benchmarks.md.
 
 python benchmarks/readme_table.py            rewrite what lies between the markers
 python benchmarks/readme_table.py --check    exit with 1 if that would change anything
@@ -34,6 +35,17 @@ COLUMNS = (  # heading, method, which ratio goes in brackets
     ("**`accumulate`, compiled**", "doubleback one-shot compiled", COMPILED),
     ("**… as a CUDA graph**", "doubleback one-shot compiled graphed", COMPILED),
 )
+SHORT = (  # the README's: columns, and at most eight rows
+    ("stock autograd", ("stock",)),
+    ("**`db.Penalised`**", ("doubleback eager",)),
+    ("**`accumulate`**", ("doubleback one-shot",)),
+    ("**… as a CUDA graph**", ("doubleback one-shot graphed",)),
+    ("peak memory", ()),
+)
+SHORT_ROWS = (
+    ("conv", "float32"), ("depthwise", "float32"), ("mlp", "float32"), ("resnet18", "float32"),
+    ("resnet18", "bf16"), ("convnext", "bf16"), ("vit", "float32"), ("vit", "bf16"),
+)  # fmt: skip
 MEMORY = (  # heading, whose peak, over whose
     ("peak memory", ("doubleback eager", "doubleback one-shot"), "plain"),
     ("… compiled", ("doubleback compiled", "doubleback one-shot compiled"), "plain compiled"),
@@ -108,8 +120,41 @@ def section(path: Path) -> str:
     if any(row["suspect"] for row in rows):
         lines += ["† further from the exact gradient than rounding explains.", ""]
     name = path.relative_to(ROOT).as_posix()
-    lines += [f"From [{name}]({name}), which names the commands.", ""]
+    lines += [f"From [{name}](../{name}), which names the commands.", ""]
     return "\n".join(lines)
+
+
+def short(path: Path) -> str:
+    """The README's table: prices in plain steps of the same run, no row left out for its result."""
+    document = json.loads(path.read_text(encoding="utf-8"))
+    found = {(row["net"], row["dtype"], row["method"]): row for row in document["results"]}
+    lines = [
+        "| network, batch | plain | " + " | ".join(heading for heading, _ in SHORT) + " |",
+        "| --- " + "| ---: " * (len(SHORT) + 1) + "|",
+    ]
+    for net, dtype in SHORT_ROWS:
+        rows = {method: row for (*of, method), row in found.items() if of == [net, dtype]}
+        if rows:
+            plain = rows["plain"]
+            cells = [price(rows, methods) for _, methods in SHORT[:-1]]
+            cells.append(peak([rows.get(m) for m in MEMORY[0][1]], plain))
+            first = f"| {net} {dtype}, {plain['batch']} | {plain['ms']:.1f} ms | "
+            lines.append(first + " | ".join(cells) + " |")
+    torch = document["versions"]["torch"]
+    hardware = f"{document['hardware']}, torch {torch}, {document['date'][:10]}"
+    return "\n".join([*lines, "", f"{hardware}; memory over the plain step's. {highlights()}"])
+
+
+def price(rows: dict[str, dict[str, Any]], methods: Iterable[str]) -> str:
+    """Plain steps that the first of these methods takes, where it ran.
+
+    >>> price({"a": {"error": None, EAGER: 2.26}}, ["b", "a"]), price({}, ["a"])
+    ('2.3×', '–')
+    """
+    for row in (rows[method] for method in methods if method in rows):
+        if not row["error"] and row[EAGER]:
+            return f"{row[EAGER]:.1f}×"
+    return "–"
 
 
 def highlights() -> str:
@@ -138,19 +183,15 @@ def highlights() -> str:
     )
 
 
-def rewritten(readme: str, paths: list[Path]) -> str:
-    tables = "".join("\n" + section(path) for path in paths)
-    tables = f"\n{highlights()}{tables}" if tables else ""
+def rewritten(page: str, tables: str) -> str:
     pattern = re.compile(re.escape(START) + ".*?" + re.escape(END), re.DOTALL)
-    if len(pattern.findall(readme)) != 1:
-        raise SystemExit(f"README.md needs one {START} and one {END} after it")
-    return pattern.sub(
-        lambda _: f"{START}\n{tables}\n{END}" if tables else f"{START}\n{END}", readme
-    )
+    if len(pattern.findall(page)) != 1:
+        raise SystemExit(f"the page needs one {START} and one {END} after it")
+    return pattern.sub(lambda _: f"{START}\n\n{tables}\n{END}", page)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Write the measured tables of README.md.")
+    parser = argparse.ArgumentParser(description="Write the measured tables of training steps.")
     parser.add_argument("--check", action="store_true", help="change nothing, exit with 1 if stale")
     arguments = parser.parse_args()
     # GPUs first: engine-cpu.json is the appendix.
@@ -158,13 +199,18 @@ def main() -> int:
     if not paths:
         print(f"no engine-*.json under {RESULTS.relative_to(ROOT)}: make bench", file=sys.stderr)
         return 0 if arguments.check else 1
-    readme = ROOT / "README.md"
-    old = readme.read_text(encoding="utf-8")
-    new = rewritten(old, paths)
-    if arguments.check:
-        return int(new != old)
-    readme.write_text(new, encoding="utf-8")
-    return 0
+    pages = {
+        ROOT / "README.md": short(paths[0]),
+        ROOT / "docs" / "benchmarks.md": "\n".join(section(path) for path in paths),
+    }
+    stale = False
+    for page, tables in pages.items():
+        old = page.read_text(encoding="utf-8")
+        new = rewritten(old, tables)
+        stale |= new != old
+        if not arguments.check:
+            page.write_text(new, encoding="utf-8")
+    return int(stale and arguments.check)
 
 
 if __name__ == "__main__":

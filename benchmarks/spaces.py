@@ -26,10 +26,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import doubleback as db
+import measuring
 import nets
-import report
+from measuring import DTYPES, allow_tf32, hardware, peak_memory, tidy, time_steps, versions
 from timing import plan_repeats, summary
-from worker import DTYPES, allow_tf32, hardware, peak_memory, tidy, time_steps, versions
 
 STEP = 1 / 32  # of a grid of 32² cells on the unit square
 SPACES: dict[str, db.spaces.Space] = {
@@ -119,14 +119,14 @@ class Run:
 
     def add(self, rows: list[dict], base: str) -> None:
         self.document["results"] += rows
-        report.write(self.options.out, self.document)
+        measuring.write(self.options.out, self.document)
         print(f"\n{rows[0]['part']}: {rows[0]['problem']}, {rows[0]['dtype']}")
         heads = ["", "ms", "±", f"× {base}", "MiB beyond", "× MiB"]
 
         def cell(row: dict, key: str, form: str) -> str:
             return "–" if row.get(key) is None else format(row[key], form)
 
-        report.print_table(heads, [
+        measuring.print_table(heads, [
             [row["variant"], cell(row, "ms", ".3f"), cell(row, "ms_spread", ".3f"),
              cell(row, "times_" + base, ".2f"), cell(row, "beyond_mib", ".0f"),
              cell(row, "memory_times_" + base, ".2f")]
@@ -138,7 +138,7 @@ class Run:
         if time.monotonic() + need < self.deadline:
             return False
         self.document["left_out"].append(what)
-        report.write(self.options.out, self.document)
+        measuring.write(self.options.out, self.document)
         print(f"\n{what}: left out, time limit")
         return True
 

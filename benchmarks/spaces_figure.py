@@ -24,9 +24,9 @@ import torch
 from torch import Tensor, nn
 
 import doubleback as db
-import report
+import measuring
 from doubleback.cli.digits import Digits
-from worker import hardware, versions
+from measuring import hardware, versions
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -237,9 +237,9 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     options = parser.parse_args()
     if "grid" in options.parts:
-        report.write(RESULTS / "spaces-grid.json", grid())
+        measuring.write(RESULTS / "spaces-grid.json", grid())
     if "critic" in options.parts:
-        report.write(RESULTS / "spaces-critic.json", critics(options.seeds))
+        measuring.write(RESULTS / "spaces-critic.json", critics(options.seeds))
     draw()
 
 

@@ -13,6 +13,7 @@ import torch
 if not torch.cuda.is_available():  # read when Triton is first imported
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+from doubleback import captured
 from doubleback.run import flattening
 
 pytest.register_assert_rewrite("support")  # so that its assertions show their values too
@@ -26,6 +27,14 @@ _common = {
 hypothesis.settings.register_profile("fixed", derandomize=True, database=None, **_common)
 hypothesis.settings.register_profile("explore", **_common)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
+
+
+@pytest.fixture(autouse=True)
+def sweeps(monkeypatch, request) -> None:
+    """Tests are about sweeps, on networks so small that autograd would be quicker; those that are
+    marked `choice` leave that to the library."""
+    if request.node.get_closest_marker("choice") is None:
+        monkeypatch.setattr(captured, "CHOOSE", False)
 
 
 @pytest.fixture

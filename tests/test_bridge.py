@@ -417,6 +417,20 @@ def test_classes_excluded_by_infinite_logits(after):
     assert max(row.error for row in compare(agreed)) > 1e-4  # not measured against infinity
 
 
+def test_check_patches_its_oracle_where_pytorch_lacks_a_derivative():
+    class Distances(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.points = nn.Parameter(torch.randn(3, 4))
+
+        def forward(self, x):
+            return torch.cdist(x, self.points, p=1.5)
+
+    report = db.check(db.Penalised(Distances(), db.LossGradient("cross_entropy")), X, Y)
+    assert report.worst < 1e-10 and "under db.patch()" in str(report)
+    assert any(row.name.startswith("accumulate") for row in report.rows)
+
+
 def test_penalties_that_are_not_reduced_are_summed_on_autograd_too():
     class Branching(nn.Sequential):
         def forward(self, x):

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import base64
+import gzip
 import importlib.util
+import io
 import json
 import os
+import struct
 import subprocess
 import sys
+from contextlib import redirect_stdout
+from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+import torch
 
-from doubleback.cli import main
+import doubleback as db
+from doubleback.cli import experiment, main
 
 NETS = """
 import torch
@@ -178,32 +186,266 @@ def test_what_cannot_be_parsed_exits_with_2(capsys, arguments):
     assert "usage: doubleback" in capsys.readouterr().err
 
 
-def test_demo(tmp_path, capsys):
-    path = tmp_path / "demo.json"
-    assert _run("demo", "--epochs", "1", "--json", path) == 0
-    printed = capsys.readouterr().out
+def _idx(path: Path, values: torch.Tensor) -> None:
+    head = struct.pack(f">2x2B{values.dim()}I", 8, values.dim(), *values.shape)
+    raw = head + bytes(values.flatten().tolist())
+    path.write_bytes(gzip.compress(raw) if path.suffix == ".gz" else raw)
+
+
+def _mnist(folder: Path) -> Path:
+    """Noise with labels, in MNIST's form."""
+    generator = torch.Generator().manual_seed(0)
+    for split, count in (("train", 128), ("t10k", 32)):
+        images = torch.randint(256, (count, 8, 8), generator=generator)
+        _idx(folder / f"{split}-images-idx3-ubyte.gz", images)
+        _idx(folder / f"{split}-labels-idx1-ubyte", torch.arange(count) % 10)
+    return folder
+
+
+@pytest.fixture
+def mnist(tmp_path):
+    return _mnist(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory):
+    """One short run on few images: the folder with its report, and what it printed."""
+    folder = _mnist(tmp_path_factory.mktemp("demo"))
+    printed = io.StringIO()
+    short = ("--data", f"mnist-idx:{folder}", "--epochs", "5", "--weight", "1", "--seconds", "0")
+    with redirect_stdout(printed):
+        assert _run("demo", *short, "--out", folder / "out") == 0
+    return folder / "out", printed.getvalue()
+
+
+def test_demo_prints_two_tables_for_80_columns(demo):
+    _, printed = demo
     assert not set(printed) & {"\x1b", "\r"}
-    assert max(map(len, printed.splitlines())) <= 80
-    results = json.loads(path.read_text())
-    assert results["plain"].keys() == results["penalised"].keys()
-    assert results["penalised"]["mean input-gradient norm"] > 0
-    assert set(results["seconds per step"]) == {"plain", "autograd", "doubleback"}
-    assert results["worst error against autograd"] <= 1e-10
+    told, _, where = printed.partition("\nreport:")
+    assert max(map(len, told.splitlines())) <= 80 and "report.html" in where
+    for name in ("stock autograd", "stock under db.patch()", "db.Penalised", "PGD", "FGSM"):
+        assert name in told
 
 
-def test_demo_refuses_a_missing_folder_before_it_trains(tmp_path, capsys):
-    assert _run("demo", "--json", tmp_path / "nowhere" / "demo.json") == 2
-    assert "there is no folder" in capsys.readouterr().err
+def test_demo_measures_what_it_says(demo):
+    results = json.loads((demo[0] / "results.json").read_text())
+    settings = results["settings"]
+    assert (settings["training images"], settings["test images"]) == (128, 32)
+    assert list(results["quality"]) == ["plain", "loss-gradient", "jacobian"]
+    for row in results["quality"].values():
+        assert row["mean ‖∇ₓℓ‖"] > 0 and row["mean ‖J‖_F"] > 0
+        for attack in ("FGSM", "PGD"):
+            assert len(row[attack]) == len(results["settings"]["sizes"])
+            assert row[attack][0] == row["accuracy"]  # ε = 0
+        assert row["PGD"][-1] <= row["FGSM"][-1]  # more steps are no weaker
+    assert results["quality"]["jacobian"]["mean ‖J‖_F"] < results["quality"]["plain"]["mean ‖J‖_F"]
+    for cost in results["costs"].values():
+        assert cost["plain"]["over plain"] == 1 and len(cost) == 5
+        assert all(way["seconds"] > 0 and way["rounds"] >= 5 for way in cost.values())
+    assert max(row["worst"] for row in results["parity"].values()) <= 1e-10
+
+
+def test_the_report_is_one_file_that_loads_nothing(demo):
+    """Well-formed as HTML, with inline pictures, without a link to anywhere."""
+    text = (demo[0] / "report.html").read_text()
+    seen: list[tuple[str, dict]] = []
+    open_tags: list[str] = []
+
+    class Reader(HTMLParser):
+        def handle_starttag(self, tag, attributes):
+            seen.append((tag, dict(attributes)))
+            if tag not in ("meta", "link", "img", "line", "circle"):
+                open_tags.append(tag)
+
+        def handle_startendtag(self, tag, attributes):
+            seen.append((tag, dict(attributes)))
+
+        def handle_endtag(self, tag):
+            if tag in ("circle",):
+                return
+            assert open_tags.pop() == tag
+
+    Reader().feed(text)
+    assert not open_tags
+    for _, attributes in seen:
+        for name in ("src", "href"):
+            assert attributes.get(name, "data:").startswith("data:")
+    tags = [tag for tag, _ in seen]
+    assert tags.count("svg") == 2 and tags.count("img") == 8 * 4 and tags.count("pre") == 4
+    picture = next(a["src"] for tag, a in seen if tag == "img")
+    assert base64.b64decode(picture.partition(",")[2]).startswith(b"\x89PNG")
+
+
+def test_demo_json_goes_to_stdout_alone(tmp_path, capsys):
+    options = ("--epochs", "1", "--seconds", "0", "--penalty", "spectral-norm", "--net", "mlp")
+    assert _run("demo", *options, "--weight", "0.01", "--out", tmp_path, "--json") == 0
+    results = json.loads(capsys.readouterr().out)
+    assert results["settings"]["weights"] == {"spectral-norm": 0.01}
+    assert results["parity"]["spectral-norm"]["worst"] <= 1e-10
+
+
+def _cut(folder):
+    path = folder / "train-labels-idx1-ubyte"
+    path.write_bytes(path.read_bytes()[:-3])
+
+
+def _lose(folder):
+    (folder / "t10k-labels-idx1-ubyte").unlink()
+
+
+def _foreign(folder):
+    (folder / "train-labels-idx1-ubyte").write_text("label\n3\n")
+
+
+def _no_gzip(folder):
+    (folder / "train-images-idx3-ubyte.gz").write_text("no archive")
+
+
+def _mixed(folder):
+    _idx(folder / "train-labels-idx1-ubyte", torch.arange(5))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (_cut, "is truncated: 136 bytes are announced, 133 are here"),
+        (_lose, "has no file t10k-labels-idx1-ubyte"),
+        (_foreign, "is not an idx file"),
+        (_no_gzip, "cannot be read"),
+        (_mixed, "do not go with labels of shape (5,)"),
+    ],
+)
+def test_bad_idx_files_are_one_line(mnist, capsys, spoil, message):
+    spoil(mnist)
+    assert _run("demo", "--data", f"mnist-idx:{mnist}", "--out", mnist / "out") == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("demo", "--net", "seperable"), "did you mean 'separable'?"),
+        (("demo", "--penalty", "jacobain"), "did you mean 'jacobian'?"),
+        (("demo", "--net", "their_nets:classifier"), "fails on images of shape (1, 8, 8)"),
+        (("demo", "--net", "their_nets:ready"), "fails on images"),
+        (("demo", "--data", "cifar"), "choose digits or mnist-idx:FOLDER"),
+        (("demo", "--data", "mnist-idx:nowhere"), "there is no folder nowhere"),
+        (("demo", "--out", "their_nets.py"), "is a file"),
+        (("bench", "--net", "mpl"), "did you mean 'mlp'?"),
+        (("bench", "--side", "9"), "multiple of 8"),
+        (("check", "their_nets:clasifier", *IMAGES), "did you mean 'classifier'?"),
+        (("check", "their_nets:critic", *ROWS, "--device", "gpu"), "choose from cpu, cuda"),
+        (("explain", "their_nets:TwoInputs", *PAIR, "--penalty", "jacobian"), "--output KEY"),
+        (("explain", "their_nets:classifier", *IMAGES, "--penalty", "output-gradient"), "--index"),
+        pytest.param(
+            ("check", "their_nets:critic", *ROWS, "--device", "cuda"),
+            "finds no CUDA device",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU"),
+        ),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
+)
+def test_bad_values_are_answered_in_one_line(nets, capsys, arguments, message):
+    assert _run(*arguments) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1 and "net.eval()" not in error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("chek",), "did you mean 'check'?"),
+        (("check", "a:b", *ROWS, "--penalty", "jacobain"), "did you mean 'jacobian'?"),
+        (("check", "a:b", *ROWS, "--los", "cros_entropy"), "did you mean 'cross_entropy'?"),
+        (("check", "a:b", *ROWS, "--penaltie", "jacobian"), "did you mean --penalty?"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
+)
+def test_what_was_probably_meant(capsys, arguments, message):
+    with pytest.raises(SystemExit) as stop:
+        _run(*arguments)
+    assert stop.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_bench_measures_every_way(capsys):
+    options = ("--net", "mlp", "--net", "transformer", "--penalty", "loss-gradient")
+    assert _run("bench", *options, "--side", "8", "--batch", "4", "--seconds", "0") == 0
+    printed = capsys.readouterr().out
+    assert "transformer" in printed and "db.patch()" in printed
+    assert _run("bench", *options, "--side", "8", "--batch", "4", "--seconds", "0", "--json") == 0
+    found = json.loads(capsys.readouterr().out)["results"]["loss-gradient"]
+    assert set(found) == {"mlp", "transformer"}
+    assert all(way["rounds"] >= 5 for row in found.values() for way in row.values())
+
+
+def test_steps_by_every_means_give_the_same_gradient():
+    """What is timed is the same thing."""
+    torch.manual_seed(0)
+    x, y = torch.rand(6, 1, 8, 8, dtype=torch.float64), torch.arange(6)
+    for name in experiment.NETS:
+        net = experiment.network(name, (1, 8, 8), 0).double()
+        for penalty in (db.LossGradient(), db.Jacobian()):
+            found = {}
+            for way, step in experiment.steps(net, penalty, 0.1, False).items():
+                net.zero_grad()
+                with experiment.around(way):
+                    step(x, y)
+                found[way] = torch.cat([p.grad.flatten() for p in net.parameters()])
+            plain = found.pop(experiment.PLAIN)
+            for gradient in found.values():
+                torch.testing.assert_close(gradient, found[experiment.STOCK])
+                assert (gradient - plain).norm() > 1e-6
+
+
+def test_doctor(capsys):
+    assert _run("doctor", "--no-compile") == 0
+    printed = capsys.readouterr().out
+    assert torch.__version__ in printed and "db.patch()  works: convolution" in printed
+    assert "agrees with autograd" in printed
+    assert _run("doctor", "--no-compile", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["sweeps"]["works"] and found["sweeps"]["worst"] <= 1e-10
+    assert "compiler" not in found
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as stop:
+        _run("--version")
+    assert stop.value.code == 0
+    assert capsys.readouterr().out == f"doubleback {db.__version__}\n"
+
+
+def test_completions_are_those_of_the_commands(capsys, tmp_path):
+    """The bash script is run: it must offer what can be typed, and nothing else."""
+    assert _run("completion", "bash") == 0
+    script = capsys.readouterr().out
+
+    def offered(*words):
+        line = " ".join(f"'{word}'" for word in words)
+        code = f"{script}\nCOMP_WORDS=({line}); COMP_CWORD={len(words) - 1}; _doubleback\n"
+        code += 'printf "%s\\n" "${COMPREPLY[@]}"'
+        done = subprocess.run(["bash", "-c", code], capture_output=True, text=True, check=True)
+        return done.stdout.split()
+
+    assert offered("doubleback", "de") == ["demo"]
+    assert offered("doubleback", "check", "--pen") == ["--penalty"]
+    assert offered("doubleback", "check", "--penalty", "spec") == ["spectral-norm"]
+    assert "zsh" in offered("doubleback", "completion", "")
+    for shell in ("zsh", "fish"):
+        assert _run("completion", shell) == 0
+        assert "landscape" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("missing", ["rich", "sklearn"])
-def test_a_missing_extra_is_named(monkeypatch, capsys, missing):
+def test_a_missing_extra_is_named(monkeypatch, capsys, tmp_path, missing):
     find = importlib.util.find_spec
     hide = lambda name, package=None: None if name == missing else find(name, package)  # noqa: E731
     monkeypatch.setattr(importlib.util, "find_spec", hide)
-    assert _run("demo") == 2
+    assert _run("demo", "--out", tmp_path) == 2
     error = capsys.readouterr().err
     assert missing in error and "pip install 'doubleback[demo]'" in error
+    assert "pip install -e '.[demo]'" in error
 
 
 def _python(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
@@ -224,6 +466,12 @@ sys.exit(main(["check", "small:net", "--input-shape", "4,3"]))
 """
     done = _python(code, tmp_path)
     assert done.returncode == 0, done.stderr
+
+
+def test_python_m(tmp_path):
+    code = "import runpy, sys; sys.argv[1:] = ['--version']; runpy.run_module('doubleback')"
+    done = _python(code, tmp_path)
+    assert done.returncode == 0 and done.stdout.startswith("doubleback "), done.stderr
 
 
 WRONG = """

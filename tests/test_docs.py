@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import doubleback
+from tools import list_rules
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -23,7 +24,7 @@ LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
 MODULES = [
     module.name
     for module in pkgutil.walk_packages(doubleback.__path__, "doubleback.")
-    if not module.name.endswith("_triton")  # Triton is installed with GPU builds only
+    if not module.name.endswith("__main__")  # which runs
 ]
 
 
@@ -55,6 +56,48 @@ def test_docstrings_run(name):
 def test_links_within_the_repository_exist(page):
     for target in LINK.findall(page.read_text(encoding="utf-8")):
         assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_every_page_has_its_place_on_the_site():
+    """mkdocs.yml's navigation holds the pages of docs/, and those that a hook adds."""
+    text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:\n")[2]
+    shown = re.findall(r": ([\w-]+\.md)$", text, re.MULTILINE)
+    there = {page.name for page in (ROOT / "docs").glob("*.md")}
+    assert len(shown) == len(set(shown))
+    assert set(shown) == there | {"contributing.md", "changelog.md", "examples.md"}
+
+
+def test_the_reference_has_every_public_name():
+    text = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    named = {name.removeprefix("doubleback.") for name in re.findall(r"^::: (\S+)$", text, re.M)}
+    listed = {word for line in re.findall(r"members: \[(.*?)\]", text) for word in line.split(", ")}
+    known = {name.rpartition(".")[2] for name in named} | listed
+    known |= {"register_rule", "unregister_rule"} if {"register", "unregister"} <= known else set()
+    assert not set(doubleback.__all__) - known
+
+
+def test_the_list_of_rules_is_that_of_the_table():
+    if not torch.__version__.startswith("2.13"):
+        pytest.skip("other versions of torch have other operators")
+    assert list_rules.PAGE.read_text(encoding="utf-8") == list_rules.page(), "tools/list_rules.py"
+
+
+def test_the_readme_is_short():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(text.splitlines()) < 120
+    table = text.partition("<!-- bench:start -->")[2].partition("<!-- bench:end -->")[0]
+    rows = [line for line in table.splitlines() if line.startswith("|")]
+    assert 1 <= len(rows) - 2 <= 8 and len(rows[0].split("|")) <= 9
+
+
+def test_the_site_builds_without_a_warning(tmp_path):
+    pytest.importorskip("mkdocs", reason="make docs installs it")
+    pytest.importorskip("mkdocstrings")
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)],
+        cwd=ROOT, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
 
 
 def test_measured_tables_are_those_of_the_results():

@@ -7,8 +7,7 @@ import torch
 
 import doubleback as db
 from doubleback import spaces
-from doubleback.penalties.losses import CrossEntropy, make_loss
-from doubleback.penalties.norms import Callback
+from doubleback.penalties.losses import Callback, CrossEntropy, make_loss
 
 WEIGHT = torch.tensor([1.0, 2.0, 3.0])
 
@@ -180,7 +179,7 @@ def test_losses():
 
 
 def test_a_callback_is_a_callers_code():
-    from doubleback.penalties.fingerprint import fingerprint
+    from doubleback.penalties.losses import fingerprint
 
     assert fingerprint(Callback(torch.sum)) is None
     assert fingerprint(db.Norm()) == fingerprint(db.Norm())

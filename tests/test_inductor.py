@@ -15,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 import doubleback as db
-from doubleback.kernels import mode
+from doubleback.kernels import BOUNDARY, boundary, for_compiler
 from doubleback.run import inductor, straight_line
 
 aten = torch.ops.aten
@@ -103,12 +103,12 @@ def test_compiled_graphs_heed_deterministic_algorithms(monkeypatch):
 
 def held(fn, *tensors):
     """The graph of `fn`, and by target what is held in it."""
-    with mode.for_compiler():
+    with for_compiler():
         graph = make_fx(fn, tracing_mode="fake")(*tensors)
     inductor.hold(graph)
     marks = [node.args[0] for node in graph.graph.nodes if node.target is inductor.HELD]
     targets = [node.target for node in graph.graph.nodes]
-    assert mode.BOUNDARY not in targets
+    assert BOUNDARY not in targets
     for given, expected in zip(graph(*tensors), fn(*tensors), strict=True):
         assert torch.equal(given, expected)
     return targets, [node.target for node in marks]
@@ -118,7 +118,7 @@ def test_what_a_later_sweep_reads_is_held():
     def fn(x):
         first, second = x.exp(), x.sin()
         third = second.cos()
-        mode.boundary((None, third))
+        boundary((None, third))
         return first.t() + 1, third + first
 
     _, marks = held(fn, torch.randn(3, 3))
@@ -128,7 +128,7 @@ def test_what_a_later_sweep_reads_is_held():
 def test_views_and_inputs_are_not_held_themselves():
     def fn(x, y):
         a, b = (x * 2).view(2, 2, 3).unbind(0)
-        mode.boundary((a,))
+        boundary((a,))
         return a + b, x + y.t()
 
     _, marks = held(fn, torch.randn(4, 3), torch.randn(3, 4))

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import doubleback as db
-from doubleback.jacobian import pricing
+from doubleback.jacobian import planner
 from doubleback.jacobian import programs as jacobian_program
-from doubleback.jacobian.pricing import Meter
+from doubleback.jacobian.planner import Meter
 from doubleback.penalties.many_seeds import directions, helmert
 from doubleback.run import straight_line
 from support.zoo import double
@@ -205,13 +205,13 @@ def test_batch_norm_in_training_couples_examples():
 @pytest.mark.parametrize("options", [{}, {"memory": 400_000}, {"plan": "rows"}, {"chunk": 3}])
 def test_explain_prices_nothing_twice(monkeypatch, options):
     """Choice, chunk and explanation share what was run on fake tensors."""
-    run, ran = pricing._run, []
+    run, ran = planner._run, []
 
     def recorded(program, size):
         ran.append((program.candidate.name, size))
         return run(program, size)
 
-    monkeypatch.setattr(pricing, "_run", recorded)
+    monkeypatch.setattr(planner, "_run", recorded)
     net, x = mlp([3, 16, 40]), torch.randn(9, 3)
     model = db.Penalised(net, db.Jacobian(**options))
     told = model.explain(x).as_dict()["plan"]

@@ -12,7 +12,7 @@ from torch import nn
 
 import doubleback as db
 from doubleback import landscape as L
-from doubleback.landscape.roots import find_roots, horner
+from doubleback.landscape.pieces import find_roots, horner
 from support.landscape_nets import CASES, build, changes, mlp, pattern, prepared, run_at
 
 TOLERANCE = 1e-10  # relative, float64

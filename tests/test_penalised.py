@@ -105,6 +105,18 @@ class TestCounts:
             5 * n - 2
         )
 
+    def test_the_text_says_what_is_counted_and_the_price(self, kind):
+        make, shape, _, n = NETS[kind]
+        told = db.Penalised(make(nn.Tanh), db.LossGradient("cross_entropy")).explain(
+            torch.randn(*shape), self.labels(kind)
+        )
+        assert told.price == told.flops / told.plain_flops and 1.3 < told.price < 2.5
+        text = str(told)
+        assert "K□ gives the gradient of its weight" in text
+        assert f"{n} bilinear layers" in text and f"expected price: {told.price:.2g}" in text
+        assert "under autograd: 0 nodes" in text
+        assert "under autograd: 1 node\n" in str(replace(told, prelude=1))
+
     def test_piecewise_linear(self, kind):
         ops, _, n = self.run(kind, nn.ReLU, db.OutputGradient(1))
         assert (ops.products, ops.weight_adjoint) == (3 * n - 1, n)

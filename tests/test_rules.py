@@ -12,7 +12,7 @@ import doubleback as db
 from doubleback.check.parity import CheckReport, Row
 from doubleback.graph import Meta, Node, Ref
 from doubleback.rules import Call, Structure, find_rule, registered
-from doubleback.rules.seeded import Seeded, fold
+from doubleback.rules.structures import Seeded, fold
 from doubleback.rules.table import overload
 from support.samples import SAMPLES, WITHOUT, WRT
 

@@ -19,7 +19,7 @@ DRAWING = HOME / "docs" / "rooms.svg"
 
 # Each room may import those above it; those on one line do not import one another.
 ORDER = (
-    ("errors", "dtypes", "_torch", "counting", "state_dicts"),
+    ("errors", "dtypes", "_torch", "counting"),
     ("kernels",),
     ("spaces",),
     ("operators",),
@@ -57,6 +57,8 @@ def modules(root: Path = ROOT) -> dict[Name, Path]:
     """Every module, a package standing for its `__init__`."""
     named = {}
     for path in sorted(root.rglob("*.py")):
+        if path.name == "__main__.py":  # `python -m`: one call, no code of its own
+            continue
         *rooms, name = path.relative_to(root).with_suffix("").parts
         named[tuple(rooms) if name == "__init__" else (*rooms, name)] = path
     return named
@@ -219,7 +221,7 @@ def _box(room: str, place: tuple[float, int, str]) -> str:
 
 
 def _named(room: str) -> tuple[str, str]:
-    package = room == "" or (ROOT / room).is_dir()
+    package = room == "" or (ROOT / room / "__init__.py").exists()
     return "name", {"": "doubleback"}.get(room, room + ("/" if package else ".py"))
 
 

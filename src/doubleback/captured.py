@@ -3,6 +3,7 @@ of its operations, or on autograd where it cannot be captured."""
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,10 +13,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .capture import Arguments, capture_of, find_graph, only_one, plain, take_apart
+from .capture import (
+    Arguments,
+    accept_plain_keys,
+    capture_of,
+    find_graph,
+    only_one,
+    plain,
+    take_apart,
+)
+from .counting import counting
 from .errors import CaptureError, InputError, RuleError, refuse_unused, warn
-from .graph import Graph, Meta
+from .graph import Graph, Meta, Node
+from .penalties import Way
 from .plan import Plan, make_plan
+from .rules import Structure, find_rule
 from .run import (
     Family,
     FlattenedProgram,
@@ -26,7 +38,6 @@ from .run import (
     remember,
     write_state,
 )
-from .state_dicts import accept_plain_keys
 
 
 @dataclass(frozen=True)
@@ -59,6 +70,10 @@ class Site:
 
 SETTLED = 50  # calls of one size after which it is worth a flat graph of its own
 
+# Where autograd is quicker than sweeps (below), it is taken. Tests are about sweeps, and
+# switch this off.
+CHOOSE = True
+
 
 class CapturedModule(nn.Module):
     """Holds `net`, captures it, and keeps plans and programs by what they depend on."""
@@ -75,6 +90,7 @@ class CapturedModule(nn.Module):
         debug: bool,
         flatten_after: int | None,
         recompute: bool | None,
+        sweeps: bool | None,
     ) -> None:
         super().__init__()
         self.register_load_state_dict_pre_hook(accept_plain_keys)
@@ -94,6 +110,7 @@ class CapturedModule(nn.Module):
         self.debug = debug
         self.flatten_after = flatten_after
         self.recompute = not compile if recompute is None else recompute
+        self.sweeps = sweeps
         self._reset()
 
     def _reset(self) -> None:
@@ -101,6 +118,7 @@ class CapturedModule(nn.Module):
         self._plans: dict[Any, tuple[Graph, Plan]] = {}
         self._families: dict[Any, tuple[Graph, Family]] = {}
         self._programs: dict[Any, Any] = {}
+        self._choices: dict[Any, Choice] = {}
         self._warned = False
         self._refusal: CaptureError | None = None
         self._run: Callable | None = None
@@ -109,7 +127,7 @@ class CapturedModule(nn.Module):
         return {n: v for n, v in self.__dict__.items() if n not in self._transient}
 
     _transient = frozenset(
-        ("_bound", "_plans", "_families", "_programs", "_warned", "_refusal", "_run")
+        ("_bound", "_plans", "_families", "_programs", "_choices", "_warned", "_refusal", "_run")
     )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -146,7 +164,7 @@ class CapturedModule(nn.Module):
     def _through(self, run: Callable, call: Arguments) -> tuple[bool, Any]:
         """(True, what the network returns with `run` in the place of its operations), or False
         where it cannot be captured and has to run on autograd."""
-        if not self._captures(call):
+        if self._chosen(call) or not self._captures(call):
             return False, None
 
         def swept(graph: Graph, inputs: Sequence[Any]) -> Sequence[Any]:
@@ -164,9 +182,52 @@ class CapturedModule(nn.Module):
                 self._refusal = error
                 return False, None
 
-    def _on_autograd(self, run: Callable[[], Any]) -> Any:
-        """The network's call on autograd; it is said once why, after it succeeded."""
-        result = run()
+    # ------------------------------------------------------------------ sweeps or autograd
+
+    def _free_to_choose(self) -> bool:
+        """Whether nobody asked for something that only sweeps can do."""
+        if self.sweeps is not None:
+            return not self.sweeps
+        particular = self.compile_mode or self.strict or self.debug or self.flatten_after is None
+        return CHOOSE and not particular
+
+    def _chosen(self, call: Arguments) -> bool:
+        """Whether this call runs on autograd by choice, as calls of about its size did before."""
+        if self.sweeps is False:
+            return True
+        if not self._choices or not self._free_to_choose() or counting():
+            return False
+        choice = self._choices.get(self._size(call))
+        return choice is not None and choice.autograd
+
+    def _size(self, call: Arguments) -> tuple:
+        """Calls between one power of two and the next count as one size."""
+        sizes = [
+            (t.dtype, t.device, *[n.bit_length() for n in t.shape])
+            for t in call.leaves
+            if isinstance(t, Tensor)
+        ]
+        return self.net.training, torch.is_grad_enabled(), *sizes
+
+    def _choose(self, site: Site) -> None:
+        size = self._size(site.call)
+        if size not in self._choices and self._free_to_choose():
+            remember(self._choices, size, choose(site.graph))
+
+    def _way(self, site: Site) -> str:
+        """Which it is, and why, for `explain`."""
+        if self.sweeps is False:
+            return "autograd: asked for"
+        if not self._free_to_choose():
+            return "sweeps: asked for" if self.sweeps else "sweeps"
+        return str(choose(site.graph))
+
+    def _on_autograd(self, run: Callable[[Way], Any], call: Arguments) -> Any:
+        """The network's call on autograd: by choice with PyTorch's own derivatives, else with the
+        library's; in that case it is said once why, after it succeeded."""
+        if self.sweeps is not False and self._chosen(call):
+            return run("bare")
+        result = run("patched")
         if self._refusal is not None and not self._warned:
             self._warned = True
             warn(f"{self._refusal}\n  Until then it runs on autograd.")
@@ -225,6 +286,7 @@ class CapturedModule(nn.Module):
             program = make(self._plan(site, wanted, varying), key[1:])
             if not isinstance(program, OpenProgram):  # which is made in no time
                 remember(self._programs, key, program)
+            self._choose(site)
         if not self.allow_unused:
             self._refuse_unused(site, program.plan)
         return program, state
@@ -301,3 +363,120 @@ def _with_inputs(graph: Graph, more: Sequence[Tensor]) -> Graph:
         values=(*graph.values, *values),
         inputs=(*graph.inputs, *range(first, first + len(more))),
     )
+
+
+# ------------------------------------------------------------------------ sweeps or autograd
+#
+# Both compute the same products. The sweeps spare work where PyTorch's own second derivative takes
+# many passes (normalisation) or slow kernels (convolutions, above all in groups); in return the
+# host does more before the first kernel starts. Where what is spared weighs less than that,
+# autograd is the quicker way, and the model takes it. All of this is counted from shapes, so that
+# the same network always takes the same way.
+
+aten = torch.ops.aten
+
+# On one core of a CPU: how much is done in a microsecond; what the sweeps cost beside kernels, in
+# all, at a normalisation, and at an activation with curvature, which they take in more steps.
+FLOPS, BYTES = 20_000, 8_000
+HOST, NORM, CURVED = 450.0, 300.0, 40.0
+LARGE = 2000.0  # the convolution from which on its weight gradient has the better kernel
+
+# A long step hides the host's work: this share of it may be lost.
+SHARE = 0.02
+STEP = 5  # the four sweeps with their weight gradients, in forward passes
+
+_DIFFERENTIATED_TWICE = (
+    Structure.LINEAR, Structure.BILINEAR, Structure.COORDINATEWISE, Structure.PIECEWISE_LINEAR,
+    Structure.STANDARDISATION, Structure.CONSTANT,
+)  # fmt: skip
+_ALSO = (
+    aten._softmax, aten._log_softmax, aten.softmax, aten.log_softmax, aten.logsumexp,
+    aten.unsafe_split,
+)  # fmt: skip
+_NOT = ("hardsigmoid", "hardswish", "embedding_bag")
+_CONVOLUTIONS = (aten.conv1d, aten.conv2d, aten.conv3d, aten.convolution)
+_PRODUCTS = (aten.linear, aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.matmul)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """spared: microseconds of a step that the sweeps save; host: what they cost; step: how long it
+    takes, all by estimate. possible: whether stock autograd knows every derivative."""
+
+    spared: float
+    host: float
+    step: float
+    possible: bool
+
+    @property
+    def autograd(self) -> bool:
+        """Whether autograd is the quicker way."""
+        return self.possible and self.spared + SHARE * self.step < self.host
+
+    def __str__(self) -> str:
+        way = "autograd" if self.autograd else "sweeps"
+        if not self.possible:
+            return way
+        return (
+            f"{way}: of a step of about {_time(self.step)}, sweeps spare {_time(self.spared)} "
+            f"of work and take {_time(self.host)} of the host's"
+        )
+
+
+def _time(microseconds: float) -> str:
+    if microseconds < 1000:
+        return f"{microseconds:.0f} µs"
+    return f"{microseconds / 1000:.3g} ms"
+
+
+def choose(graph: Graph) -> Choice:
+    """For a network on a CPU; elsewhere kernels run while the host goes on, so that sweeps are
+    never chosen against."""
+    metas = [m for m in graph.values if m is not None]
+    if any(m.device.type != "cpu" for m in metas):
+        return Choice(0.0, 0.0, 0.0, False)
+    spared, work, host = 0.0, 0.0, HOST
+    for node in graph.nodes:
+        if not node.inputs:
+            continue
+        if not _known_twice(node):
+            return Choice(0.0, 0.0, 0.0, False)
+        own, saved, more = _cost(graph, node)
+        work += own
+        spared += saved
+        host += more
+    return Choice(spared, host, STEP * work, True)
+
+
+def _known_twice(node: Node) -> bool:
+    if any(name in str(node.op) for name in _NOT):
+        return False
+    return _packet(node) in _ALSO or find_rule(node.op).structure in _DIFFERENTIATED_TWICE
+
+
+def _packet(node: Node) -> Any:
+    return getattr(node.op, "overloadpacket", None)
+
+
+def _cost(graph: Graph, node: Node) -> tuple[float, float, float]:
+    """Microseconds: (of the forward pass; of a step, what the sweeps spare; what they add)."""
+    metas = [graph.values[v] for v in (*node.inputs, *node.outputs)]
+    passes = sum(m.bytes for m in metas if m is not None) / BYTES
+    if not node.outputs:
+        return 0.0, 0.0, 0.0
+    shape = graph.shape(node.outputs[0])
+    once = math.prod(shape) * 4 / BYTES  # over the result
+    packet = _packet(node)
+    if packet in _CONVOLUTIONS:
+        weight = graph.shape(node.inputs[1])
+        products = 2 * math.prod(shape) * math.prod(weight[1:]) / FLOPS
+        grouped = node.argument(8 if packet is aten.convolution else 6, "groups", 1) != 1
+        spared = HOST + 40 * once if grouped else 0.3 * max(0.0, products - LARGE)
+        return max(products, passes), spared, 0.0
+    if packet in _PRODUCTS:
+        inner = graph.shape(node.inputs[1 if packet in (aten.addmm, aten.baddbmm) else 0])[-1]
+        return max(2 * math.prod(shape) * inner / FLOPS, passes), 0.0, 0.0
+    structure = find_rule(node.op).structure
+    if structure is Structure.STANDARDISATION:
+        return 2 * passes, 6 * once, NORM
+    return passes, 0.0, CURVED if structure is Structure.COORDINATEWISE else 0.0

@@ -61,6 +61,11 @@ def count_operations() -> Iterator[Operations]:
         _active[:] = [other for other in _active if other is not counter]
 
 
+def counting() -> bool:
+    """Whether anybody counts."""
+    return bool(_active)
+
+
 @contextmanager
 def recording() -> Iterator[Operations]:
     """Record operations while a graph is flattened, without reporting them as executed."""

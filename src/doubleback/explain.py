@@ -6,10 +6,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .counting import Operations
-from .jacobian import Decision
+from .jacobian import Decision, price_sweeps
 from .penalties import Jacobian, Penalty
 from .plan import Plan, Step
 from .rules import Structure
+
+OPERATIONS = ("forward", "transpose", "weight_adjoint")  # K, Kᵀ, K□
 
 
 @dataclass(frozen=True)
@@ -25,14 +27,22 @@ class Explanation:
     generic: tuple[str, ...]
     prelude: int
     penalty: str
+    plain_flops: int | None = None
     flops: int | None = None
     peak_bytes: int | None = None
     plan: dict[str, Any] = field(default_factory=dict)
+    way: str = ""
 
     @property
     def total(self) -> dict[str, int]:
-        keys = ("forward", "transpose", "weight_adjoint")
-        return {key: sum(sweep[key] for sweep in self.sweeps.values()) for key in keys}
+        """K, Kᵀ and K□ of all sweeps; empty where they could not be counted."""
+        counted = [row for row in self.sweeps.values() if OPERATIONS[0] in row]
+        return {key: sum(row[key] for row in counted) for key in OPERATIONS} if counted else {}
+
+    @property
+    def price(self) -> float | None:
+        """A step's FLOPs in those of a plain training step, which has no penalty."""
+        return self.flops / self.plain_flops if self.flops and self.plain_flops else None
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -46,38 +56,42 @@ class Explanation:
             "operators": self.operators,
             "generic": list(self.generic),
             "prelude_nodes": self.prelude,
+            "plain_flops": self.plain_flops,
             "flops": self.flops,
+            "price": self.price,
             "peak_bytes": self.peak_bytes,
             "plan": self.plan,
+            "way": self.way,
         }
 
     def __str__(self) -> str:
         width = max(10, *(len(name) + 2 for name in self.sweeps))
         lines = [self.penalty, "", f"{'sweep':<{width}}{'nodes':>7}{'K':>7}{'Kᵀ':>7}{'K□':>7}"]
         for name, row in (*self.sweeps.items(), ("total", self.total)):
-            nodes = row.get("nodes", "")
+            counts = "".join(f"{row.get(key, '?'):>7}" for key in OPERATIONS)
+            lines.append(f"{name:<{width}}{row.get('nodes', ''):>7}{counts}")
+        lines += ["K applies a layer, Kᵀ its transpose, K□ gives the gradient of its weight", ""]
+        if self.total:
+            products = self.total["forward"] + self.total["transpose"]
             lines.append(
-                f"{name:<{width}}{nodes:>7}{row['forward']:>7}{row['transpose']:>7}"
-                f"{row['weight_adjoint']:>7}"
+                f"K and Kᵀ: {products} for {_several(self.layers, 'bilinear layer')}, loss "
+                f"included; the paper: {self.paper['penalty_and_loss']}, autograd: "
+                f"{self.paper['autograd']}, plain step: {self.paper['plain']}"
             )
-        total = self.total
-        products = total["forward"] + total["transpose"]
-        lines += [
-            "",
-            f"K and Kᵀ: {products} for {self.layers} bilinear layers, loss included; the paper: "
-            f"{self.paper['penalty_and_loss']}, autograd: {self.paper['autograd']}, plain step: "
-            f"{self.paper['plain']}",
-        ]
         if self.flops is not None and self.peak_bytes is not None:
             lines.append(
                 f"FLOPs of a step: {_si(self.flops)}; peak memory beyond parameters and input: "
                 f"{_mib(self.peak_bytes)}"
             )
+        if self.price is not None:
+            lines.append(f"expected price: {self.price:.2g} plain steps, by FLOPs")
+        if self.way:
+            lines.append(f"runs by {self.way}")
         lines += self._plan_lines()
         lines += [
             f"piecewise linear in x: {'yes' if self.piecewise_linear else 'no'}",
             f"kept between the sweeps: {_mib(self.kept_bytes)}",
-            f"run before the sweeps, under autograd: {self.prelude} nodes",
+            f"run before the sweeps, under autograd: {_several(self.prelude, 'node')}",
             "",
             f"{'operator':<48}{'count':>6}  structure",
         ]
@@ -116,18 +130,32 @@ def _si(number: float) -> str:
     return f"{number:.3g}P"
 
 
+def _several(count: int, thing: str) -> str:
+    return f"{count} {thing}" if count == 1 else f"{count} {thing}s"
+
+
 def _mib(size: float) -> str:
     return f"{size / 2**20:.1f} MiB"
 
 
 def explain(plan: Plan, penalty: Penalty) -> Explanation:
-    """Read the counts off the plan: exactly the calls that the sweeps will make."""
-    sweeps = {
-        "forward": _row(plan, lambda s: (True, 1, 0, 0)),
-        "backward": _row(plan, _backward_counts),
-        "tangent": _row(plan, _tangent_counts),
-        "second": _row(plan, _second_counts),
+    """What the sweeps will do: their operations are counted by running them on tensors without
+    numbers."""
+    nodes = {
+        "forward": len(plan.steps),
+        "backward": sum(any(s.pull) for s in plan.steps),
+        "tangent": sum(s.push or s.curves for s in plan.steps),
+        "second": sum(any(s.pull2) for s in plan.steps),
     }
+    try:
+        prices = price_sweeps(plan)
+    except (RuntimeError, TypeError):  # a rule that needs numbers
+        prices = {}
+    sweeps = {
+        name: _row(count, prices[name].operations if prices else None)
+        for name, count in nodes.items()
+    }
+    plain = prices["forward"].flops + prices["second"].flops if prices else None
     layers = sum(1 for s in plan.steps if s.rule.layer)
     kept = sum(_bytes(plan, v) for v in plan.kept if v not in plan.leaves)
     kept += sum(_bytes(plan, v) for s in plan.steps if plan.holds_xi(s) for v in s.node.outputs)
@@ -142,7 +170,7 @@ def explain(plan: Plan, penalty: Penalty) -> Explanation:
     }
     return Explanation(
         sweeps, layers, paper, plan.piecewise_linear, kept, operators,
-        tuple(str(n.op) for n in plan.generic), len(plan.prelude), repr(penalty),
+        tuple(str(n.op) for n in plan.generic), len(plan.prelude), repr(penalty), plain,
     )  # fmt: skip
 
 
@@ -154,12 +182,12 @@ def explain_jacobian(plan: Plan, penalty: Jacobian, decision: Decision) -> Expla
     outputs = plan.graph.shape(plan.target)[1:]
     rows = penalty.projections or (penalty.seed_count((1, *outputs)) + (penalty.of == "softmax"))
     sweeps = {
-        "forward": _counts(profile.open_operations, base.sweeps["forward"]["nodes"]),
-        f"{seeds} seeds, backward and tangent": _counts(
-            profile.all_seeds,
+        "forward": _row(base.sweeps["forward"]["nodes"], profile.open_operations),
+        f"{_several(seeds, 'seed')}, backward and tangent": _row(
             seeds * (base.sweeps["backward"]["nodes"] + base.sweeps["tangent"]["nodes"]),
+            profile.all_seeds,
         ),
-        "second": _counts(profile.close_operations, base.sweeps["second"]["nodes"]),
+        "second": _row(base.sweeps["second"]["nodes"], profile.close_operations),
     }
     paper = {
         "plain": 2 * layers - 1,
@@ -185,24 +213,23 @@ def explain_jacobian(plan: Plan, penalty: Jacobian, decision: Decision) -> Expla
     )  # fmt: skip
 
 
-def with_iterations(told: Explanation, plan: Plan, iterations: int) -> Explanation:
-    """The power iteration's rounds beside the four sweeps: K and Kᵀ through every layer each."""
-    layers = sum(1 for s in plan.steps if s.rule.layer and any(s.pull))
-    nodes = 2 * iterations * sum(1 for s in plan.steps if any(s.pull))
-    done = Operations(iterations * layers, iterations * layers, 0)
-    sweeps = dict(told.sweeps)
+def with_iterations(told: Explanation, iterations: int) -> Explanation:
+    """The power iteration's rounds beside the four sweeps: each a backward sweep, and tangents
+    through all that it passed."""
+    sweeps, rounds = dict(told.sweeps), None
+    back = sweeps["backward"]
+    if told.total:
+        pulled = back["transpose"], back["weight_adjoint"]
+        rounds = Operations(*(iterations * n for n in (sum(pulled), *pulled)))
     rest = {name: sweeps.pop(name) for name in ("backward", "tangent", "second")}
-    sweeps[f"{iterations} power iterations"] = _counts(done, nodes)
+    name = _several(iterations, "power iteration")
+    sweeps[name] = _row(2 * iterations * back["nodes"], rounds)
     return replace(told, sweeps={**sweeps, **rest})
 
 
-def _counts(done: Operations, nodes: int) -> dict[str, int]:
-    return {
-        "nodes": nodes,
-        "forward": done.forward,
-        "transpose": done.transpose,
-        "weight_adjoint": done.weight_adjoint,
-    }
+def _row(nodes: int, done: Operations | None) -> dict[str, int]:
+    counts = {} if done is None else {key: getattr(done, key) for key in OPERATIONS}
+    return {"nodes": nodes, **counts}
 
 
 def _paper(layers: int, penalty: Penalty) -> int:
@@ -221,38 +248,3 @@ def _structure(step: Step) -> str:
 def _bytes(plan: Plan, value: int) -> int:
     meta = plan.graph.values[value]
     return meta.bytes if meta is not None else 0
-
-
-def _row(plan: Plan, count: Any) -> dict[str, int]:
-    row = {"nodes": 0, "forward": 0, "transpose": 0, "weight_adjoint": 0}
-    for step in plan.steps:
-        runs, k, kt, kw = count(step)
-        row["nodes"] += bool(runs)
-        if runs and step.rule.layer:
-            row["forward"] += k
-            row["transpose"] += kt
-            row["weight_adjoint"] += kw
-    return row
-
-
-def _slots(step: Step, flags: tuple[bool, ...]) -> tuple[bool, bool]:
-    """(activation side, weight side) of a layer's inputs; neither of any other operator."""
-    x, weight = step.rule.layer or (len(flags), len(flags))
-    return flags[x : x + 1] == (True,), flags[weight : weight + 1] == (True,)
-
-
-def _backward_counts(step: Step) -> tuple[bool, int, int, int]:
-    x, weight = _slots(step, step.pull)
-    return any(step.pull), 0, int(x), int(weight)
-
-
-def _tangent_counts(step: Step) -> tuple[bool, int, int, int]:
-    x_moves, weight_moves = _slots(step, step.pull)
-    x_bends, weight_bends = _slots(step, step.bend)
-    products = int(step.push) * (int(x_moves) + int(weight_moves))
-    return step.push or step.curves, products, int(x_bends), int(weight_bends)
-
-
-def _second_counts(step: Step) -> tuple[bool, int, int, int]:
-    x, weight = _slots(step, step.pull2)
-    return any(step.pull2), 0, int(x), int(weight)

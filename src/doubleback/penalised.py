@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from .penalties import (
     Jacobian,
     Loss,
     LossGradient,
+    LossName,
     Penalty,
     SpectralNorm,
     accumulate_on_autograd,
@@ -31,9 +33,11 @@ from .run import (
     Bridge,
     CallersProgram,
     FlattenedProgram,
+    GraphedProgram,
     GraphedStep,
     GraphRefused,
     Job,
+    OpenProgram,
     Program,
     Replay,
     deliver,
@@ -68,13 +72,17 @@ class Penalised(CapturedModule):
     flatten_after: without `compile`, how many calls of one shape run node by node before the
         sweeps are flattened into a straight list of kernel calls, which saves the host's time
         from then on; None: never.
-    cuda_graph: on a GPU, `accumulate` captures its whole step as one CUDA graph, which frees the
-        host altogether: for networks whose kernels are shorter than their launches. The graph
-        keeps the memory of one step; data-dependent control flow and operators that wait for the
-        device cannot be captured.
+    cuda_graph: on a GPU, `accumulate` runs as one CUDA graph, and a call with its backward pass as
+        two, which frees the host: for networks whose kernels are shorter than their launches. Each
+        kind of call keeps the memory of one step. Sizes have to stay the same; what cannot be
+        captured (data-dependent control flow, operators that wait for the device) runs without,
+        and it is said once why.
     recompute: compute cotangents again, where that takes no product, instead of holding them from
         the backward to the tangent sweep: a seventh to a quarter less memory for a twentieth more
         time, compiled up to a fifth more. None: yes, unless `compile` is asked for.
+    sweeps: False: autograd computes everything; True: sweeps wherever the network can be captured;
+        None: on a CPU, from the second call on, whichever is quicker by the network's sizes, as
+        `explain` shows. The numbers are the same to rounding.
 
     >>> import torch, doubleback as db
     >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3))
@@ -99,6 +107,7 @@ class Penalised(CapturedModule):
         flatten_after: int | None = 2,
         cuda_graph: bool = False,
         recompute: bool | None = None,
+        sweeps: bool | None = None,
     ) -> None:
         if not isinstance(penalty, Penalty):
             raise InputError(
@@ -106,7 +115,7 @@ class Penalised(CapturedModule):
             )
         super().__init__(
             net, compile, wrt=wrt, output=output, allow_unused=allow_unused, strict=strict,
-            debug=debug, flatten_after=flatten_after, recompute=recompute,
+            debug=debug, flatten_after=flatten_after, recompute=recompute, sweeps=sweeps,
         )  # fmt: skip
         self.penalty = penalty
         self.cuda_graph = cuda_graph
@@ -116,11 +125,16 @@ class Penalised(CapturedModule):
                 "warm_start=False or cuda_graph=False"
             )
 
-    _transient = CapturedModule._transient | {"_graphed", "_carried", "_warned_of_graph"}
+    if TYPE_CHECKING:  # nn.Module's own says Any
+
+        def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, Tensor]: ...
+
+    _transient = CapturedModule._transient | {"_graphed", "_pairs", "_carried", "_warned_of_graph"}
 
     def _reset(self) -> None:
         super()._reset()
-        self._graphed: dict[Any, GraphedStep | None] = {}  # None: refused
+        self._graphed: dict[Any, GraphedStep | None] = {}
+        self._pairs: dict[Any, Any] = {}  # None: refused
         self._carried: dict[Any, Tensor] = {}  # singular vectors, from call to call
         self._warned_of_graph = False
 
@@ -129,6 +143,9 @@ class Penalised(CapturedModule):
     @property
     def _extras(self) -> int:
         return self.penalty.extras
+
+    def _free_to_choose(self) -> bool:
+        return super()._free_to_choose() and self.penalty.one_seed and not self.cuda_graph
 
     def _captures(self, call: Any) -> bool:
         """Without an example there is nothing to plan seeds for."""
@@ -146,8 +163,11 @@ class Penalised(CapturedModule):
             program, state = self._program(site, gradients)
             plan, asked = program.plan, call.asked if gradients else {}
             prelude = run_prelude(program.prelude, state)
-            job = Job(program, {v: prelude[v] for v in plan.constants}, call.constants)
             swept = [prelude[v] for v in (*plan.penalised, *plan.effective)]
+            if self._graphs(program, swept[0]):
+                owners = [*swept, *asked.values()]
+                program = GraphedProgram(program, self._pairs, owners, self._warn_of_graph)
+            job = Job(program, {v: prelude[v] for v in plan.constants}, call.constants)
             if plan.trained or asked:
                 *outputs, penalty = Bridge.apply(job, *swept, *asked.values())  # type: ignore[misc]
             else:
@@ -161,10 +181,14 @@ class Penalised(CapturedModule):
         captured, result = self._through(run, call)
         if captured:
             return result, found[0]
-        return self._on_autograd(lambda: on_autograd(self, call))
+        return self._on_autograd(partial(on_autograd, self, call), call)
 
     def accumulate(
-        self, *args: Any, loss: Any = None, weight: float = 1.0, **kwargs: Any
+        self,
+        *args: Any,
+        loss: LossName | Loss | Callable[[Tensor, Any], Tensor] | None = None,
+        weight: float = 1.0,
+        **kwargs: Any,
     ) -> tuple[Any, Tensor, Tensor]:
         """One-shot training step: adds ∇(loss + weight·penalty) to `.grad`, all four sweeps in
         one call (one graph with `compile=True`). Returns (out, loss, penalty), detached.
@@ -225,7 +249,7 @@ class Penalised(CapturedModule):
         captured, result = self._through(run, call)
         if not captured:
             return self._on_autograd(
-                lambda: accumulate_on_autograd(self, call, own_loss, target, weight)
+                partial(accumulate_on_autograd, self, call, own_loss, target, weight), call
             )
         # what lies before the sweeps receives its gradient under no_grad and inference_mode too
         with torch.inference_mode(False), no_autocast():
@@ -237,13 +261,7 @@ class Penalised(CapturedModule):
         weight: Tensor | None, ends: Sequence[Tensor],
     ) -> tuple | None:  # fmt: skip
         """All four sweeps as one CUDA graph, where that was asked for and can be had."""
-        if not (self.cuda_graph and values[program.plan.penalised[0]].is_cuda):
-            return None
-        if isinstance(program, CallersProgram):
-            self._warn_of_graph(
-                "a loss or penalty of your own is Python that a CUDA graph would not call again; "
-                "use a built-in loss and norm"
-            )
+        if not self._graphs(program, values[program.plan.penalised[0]]):
             return None
         moves = set(program.plan.penalised)
         moving = ({v: t for v, t in values.items() if v in moves}, extra, target, weight)
@@ -269,6 +287,24 @@ class Penalised(CapturedModule):
             return None
         return [t.clone() for t in outputs], loss_value.clone(), penalty.clone(), grads, mutated
 
+    def _graphs(self, program: Any, x: Tensor) -> bool:
+        """Whether this program's sweeps are to run as CUDA graphs."""
+        if not (self.cuda_graph and x.is_cuda):
+            return False
+        if isinstance(program, CallersProgram):
+            self._warn_of_graph(
+                "a loss or penalty of your own is Python that a CUDA graph would not call again; "
+                "use a built-in loss and norm"
+            )
+            return False
+        if isinstance(program, OpenProgram):
+            self._warn_of_graph(
+                "sizes change from call to call, and a CUDA graph holds the memory of one; keep "
+                "them the same (the last batch too: drop_last=True)"
+            )
+            return False
+        return True
+
     def _warn_of_graph(self, why: str) -> None:
         if not self._warned_of_graph:
             self._warned_of_graph = True
@@ -291,11 +327,12 @@ class Penalised(CapturedModule):
             bare: Any = replace(program, replay=replay)
         elif isinstance(self.penalty, SpectralNorm):
             bare = SpectralProgram.build(plan, self.penalty, False, replay, {})
-            told = with_iterations(explain(plan, self.penalty), plan, self.penalty.iterations)
+            told = with_iterations(explain(plan, self.penalty), self.penalty.iterations)
         else:
             told = explain(plan, self.penalty)
             bare = Program(plan, self.penalty, asked=tuple(call.asked))
             bare = FlattenedProgram(bare, replay) if flat else bare
+        told = replace(told, way=self._way(site))
         try:
             cost = price(bare, call.constants, twice=flat)
         except (RuntimeError, TypeError):  # an operator that no fake tensor can run

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ._torch import pytree
 from .capture import Arguments, choose_output
 from .captured import CapturedModule, Site
 from .errors import InputError, refuse_unused
 from .graph import Graph
-from .patch import patched, supported
-from .penalties import Custom, OutputGradient, Penalty
+from .penalties import Custom, OutputGradient, Penalty, Way, derivatives
 from .plan import Plan
 from .run import Bridge, GradientProgram, Job, run_prelude
 
@@ -58,13 +57,18 @@ class WithGradient(CapturedModule):
         debug: bool = False,
         flatten_after: int | None = 2,
         recompute: bool | None = None,
+        sweeps: bool | None = None,
     ) -> None:
         super().__init__(
             net, compile, wrt=wrt, output=output, allow_unused=allow_unused, strict=strict,
-            debug=debug, flatten_after=flatten_after, recompute=recompute,
+            debug=debug, flatten_after=flatten_after, recompute=recompute, sweeps=sweeps,
         )  # fmt: skip
         self.v = v
         self._seed = _seed(v)
+
+    if TYPE_CHECKING:  # nn.Module's own says Any
+
+        def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]: ...
 
     @property
     def _extras(self) -> int:
@@ -100,7 +104,7 @@ class WithGradient(CapturedModule):
 
         captured, result = self._through(run, call)
         if not captured:
-            result, found = self._on_autograd(lambda: self.by_autograd(call))
+            result, found = self._on_autograd(partial(self.by_autograd, call), call)
         return result, found[0] if len(found) == 1 else tuple(found)
 
     def _program(self, site: Site, gradients: bool) -> tuple[Any, dict[int, Tensor]]:
@@ -119,11 +123,10 @@ class WithGradient(CapturedModule):
         key = (seed, fingerprint)
         return self._planned(site, gradients, True, seed.varying, key, make)
 
-    def by_autograd(self, call: Arguments, patch: bool = True) -> tuple[Any, list[Tensor]]:
-        """The same by autograd: where it cannot be captured, and for `check`."""
+    def by_autograd(self, call: Arguments, way: Way = "patched") -> tuple[Any, list[Tensor]]:
+        """The same by autograd: where it is quicker, where it cannot be captured, for `check`."""
         graph = torch.is_grad_enabled()
-        patch = patch and supported(torch.__version__)
-        with torch.enable_grad(), patched() if patch else sdpa_kernel(SDPBackend.MATH):
+        with torch.enable_grad(), derivatives(way):
             x = [t.view_as(t) if t.requires_grad else t.detach().requires_grad_() for t in call.x]
             args, kwargs = call.with_x(x)
             result = self.net(*args, **kwargs)

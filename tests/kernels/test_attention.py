@@ -12,15 +12,14 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_leaves
 
 from doubleback.errors import InputError
+from doubleback.kernels import attention as attention_kernels
+from doubleback.kernels import attention_triton as fused
 from doubleback.kernels.attention import (
     attention_backward,
     attention_forward,
     attention_second,
     attention_tangent,
-    frame,
-    fused,
 )
-from doubleback.kernels.attention import stock as stock_kernels
 from support.attention import (
     BLOCKS,
     CASES,
@@ -39,8 +38,8 @@ from support.gpu import CUDA, INTERPRETED, TRITON, needs_gpu, on_gpu_all
 @pytest.fixture(params=BLOCKS, ids=list(BLOCKS))
 def blocks(request, monkeypatch):
     if BLOCKS[request.param] is not None:
-        for key in frame.BLOCK_ELEMENTS:
-            monkeypatch.setitem(frame.BLOCK_ELEMENTS, key, BLOCKS[request.param])
+        for key in attention_kernels.BLOCK_ELEMENTS:
+            monkeypatch.setitem(attention_kernels.BLOCK_ELEMENTS, key, BLOCKS[request.param])
     return request.param
 
 
@@ -48,7 +47,7 @@ def blocks(request, monkeypatch):
 @pytest.mark.parametrize("name", CASES)
 def test_parity(name, stock, blocks, monkeypatch):
     if not stock:
-        monkeypatch.setattr(stock_kernels, "choose", lambda *_: stock_kernels.MATH)
+        monkeypatch.setattr(attention_kernels, "choose_backend", lambda *_: attention_kernels.MATH)
     primals, tangents, xi, layout = data(CASES[name])
     expected = oracle(primals, tangents, xi, layout)
     with torch.no_grad():
@@ -94,7 +93,7 @@ def test_no_tangent_at_all():
 @pytest.mark.parametrize("stock", [True, False], ids=["stock", "blocked"])
 def test_only_what_is_wanted(wanted, stock, monkeypatch):
     if not stock:
-        monkeypatch.setattr(stock_kernels, "choose", lambda *_: stock_kernels.MATH)
+        monkeypatch.setattr(attention_kernels, "choose_backend", lambda *_: attention_kernels.MATH)
     primals, tangents, xi, layout = data(CASES["gqa causal"])
     _, grads, t, sources = oracle(primals, tangents, xi, layout)
     with torch.no_grad():
@@ -163,7 +162,7 @@ def test_forward_is_pytorchs(name):
         *primals, mask, 0.0, causal, scale=scale, enable_gqa=gqa
     )
     out, (lse, backend, *_) = attention_forward(*primals, mask, causal, scale, gqa)
-    assert backend == stock_kernels.FLASH
+    assert backend == attention_kernels.FLASH
     assert torch.equal(out, expected)
     assert lse.isfinite().all()
 
@@ -232,9 +231,9 @@ def test_empty(shapes):
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2)], ids=["heads", "gqa"])
 def test_no_matrix_of_all_scores(causal, heads, monkeypatch):
     n, limit = 128, 2048
-    for key in frame.BLOCK_ELEMENTS:
-        monkeypatch.setitem(frame.BLOCK_ELEMENTS, key, limit)
-    monkeypatch.setattr(stock_kernels, "choose", lambda *_: stock_kernels.MATH)
+    for key in attention_kernels.BLOCK_ELEMENTS:
+        monkeypatch.setitem(attention_kernels.BLOCK_ELEMENTS, key, limit)
+    monkeypatch.setattr(attention_kernels, "choose_backend", lambda *_: attention_kernels.MATH)
     case = Case((2, heads[0], n, 4), (2, heads[1], n, 4), causal=causal, gqa=heads[0] != heads[1])
     primals, tangents, xi, layout = data(case)
     with torch.no_grad(), Largest() as seen:
@@ -250,7 +249,7 @@ def test_no_matrix_of_all_scores(causal, heads, monkeypatch):
 @pytest.mark.parametrize("name", ["plain", "dead rows", "gqa causal", "wide value", "spread batch"])
 def test_traces(name, mode, monkeypatch):
     """One graph, no mutation in it, the same numbers, and the fused kernels still there."""
-    monkeypatch.setitem(frame.BLOCK_ELEMENTS, "traced", 200)
+    monkeypatch.setitem(attention_kernels.BLOCK_ELEMENTS, "traced", 200)
     primals, tangents, xi, layout = data(CASES[name])
 
     def sweeps(q, k, v, tq, tk, tv, xi, mask):
@@ -300,7 +299,7 @@ def kernels(monkeypatch):
         pytest.skip("needs Triton, the extra `test` brings it")
     if INTERPRETED:
         monkeypatch.setattr(fused, "supported", lambda *_: True)
-        monkeypatch.setattr(fused, "EFFICIENT", stock_kernels.FLASH)  # a CPU's
+        monkeypatch.setattr(attention_kernels, "EFFICIENT", attention_kernels.FLASH)  # a CPU's
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
     yield "cuda" if CUDA else "cpu"
@@ -415,7 +414,9 @@ def test_triton_is_one_operator(kernels):
 )
 def test_cuda_operators_fit(backend, width, masked, monkeypatch):
     """What CUDA's forward operators return is what their backward takes: shapes, without a GPU."""
-    monkeypatch.setattr(stock_kernels, "choose", lambda *_: getattr(stock_kernels, backend))
+    monkeypatch.setattr(
+        attention_kernels, "choose_backend", lambda *_: getattr(attention_kernels, backend)
+    )
     q, k = (torch.empty(2, 3, n, width, dtype=torch.bfloat16, device="meta") for n in (7, 9))
     layout = (torch.empty(7, 9, dtype=torch.bool, device="meta") if masked else None, False)
     out, residual = attention_forward(q, k, k, *layout)

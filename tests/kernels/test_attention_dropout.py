@@ -8,13 +8,12 @@ import pytest
 import torch
 
 from doubleback.errors import PatchError
+from doubleback.kernels import attention as kernels
 from doubleback.kernels.attention import (
     BITS,
     Dropout,
     attention_forward,
     attention_second,
-    frame,
-    stock,
 )
 from support.attention import BLOCKS, CASES, LARGE, Case, Largest, all_close, close, data, oracle
 from support.dropout import provider
@@ -26,13 +25,13 @@ STEPS = {"whole": 6 * 64, "parts": 6}
 @pytest.fixture(params=BLOCKS, ids=list(BLOCKS))
 def blocks(request, monkeypatch):
     if BLOCKS[request.param] is not None:
-        for key in frame.BLOCK_ELEMENTS:
-            monkeypatch.setitem(frame.BLOCK_ELEMENTS, key, BLOCKS[request.param])
+        for key in kernels.BLOCK_ELEMENTS:
+            monkeypatch.setitem(kernels.BLOCK_ELEMENTS, key, BLOCKS[request.param])
 
 
 def known(primals, layout, step, p=P):
     """A random mask as Z and as its provider."""
-    f = frame.frame(*primals, *layout)
+    f = kernels.frame(*primals, *layout)
     generator = torch.Generator().manual_seed(7)
     keep = torch.rand(*f.batch, f.h * f.g, f.n, f.m, generator=generator) >= p
     z = keep.double() / (1 - p)
@@ -97,7 +96,7 @@ def test_low_precision(name, dtype, step):
 def test_nothing_kept():
     """p = 1: O = 0 whatever the inputs, even where a kernel divides by 1 − p."""
     primals, tangents, xi, layout = data(CASES["plain"])
-    dropout = stock.recovered(stock.EFFICIENT, 1.0, *primals, xi, xi)
+    dropout = kernels.recovered(kernels.EFFICIENT, 1.0, *primals, xi, xi)
     assert not dropout.dense(7, torch.float64).any()
     nothing = torch.full_like(xi, torch.nan)
     t_out, sources = attention_second(
@@ -108,8 +107,8 @@ def test_nothing_kept():
 
 def test_no_matrix_of_all_scores(monkeypatch):
     n, limit, step = 384, 2048, 48
-    for key in frame.BLOCK_ELEMENTS:
-        monkeypatch.setitem(frame.BLOCK_ELEMENTS, key, limit)
+    for key in kernels.BLOCK_ELEMENTS:
+        monkeypatch.setitem(kernels.BLOCK_ELEMENTS, key, limit)
     primals, tangents, xi, layout = data(Case((1, 2, n, 8), (1, 2, n, 8)))
     with torch.no_grad():
         out, residual = attention_forward(*primals, *layout)
@@ -124,9 +123,9 @@ def test_no_matrix_of_all_scores(monkeypatch):
 # ------------------------------------------------------------------- the mask, read off a kernel
 
 KERNELS = {
-    "flash": stock.FLASH,
-    "efficient": stock.EFFICIENT,
-    "cudnn": stock.CUDNN,
+    "flash": kernels.FLASH,
+    "efficient": kernels.EFFICIENT,
+    "cudnn": kernels.CUDNN,
 }
 
 
@@ -152,8 +151,8 @@ def kernel(monkeypatch):
             def __exit__(self, *error):
                 return None
 
-        monkeypatch.setattr(stock, "drop", drop)
-        monkeypatch.setattr(stock, "_random_state", State)
+        monkeypatch.setattr(kernels, "drop", drop)
+        monkeypatch.setattr(kernels, "_random_state", State)
         return states
 
     return install
@@ -168,7 +167,7 @@ def test_codes_tell_every_column(m, width, p, dtype, kernel):
     q = torch.randn(2, 4, 7, width).to(dtype)
     k, v = torch.randn(2, 2, 2, m, width).to(dtype)  # two key heads
     zero = torch.tensor(0)
-    dropout = stock.recovered(stock.EFFICIENT, p, q, k, v, zero, zero)
+    dropout = kernels.recovered(kernels.EFFICIENT, p, q, k, v, zero, zero)
     assert dropout.step == BITS * width
     torch.testing.assert_close(dropout.dense(m, torch.float64), keep.double() / (1 - p))
     assert dropout.codes(0).dtype == torch.uint8
@@ -181,11 +180,11 @@ def test_random_states_are_whole_64_bits(kernel):
     q = torch.randn(1, 1, 3, 8)
     both = torch.tensor([seed - 2**64, offset]).view(torch.uint64)
     pairs = {
-        stock.FLASH: (both, torch.empty(0)),
-        stock.EFFICIENT: (torch.tensor(seed - 2**64), torch.tensor(offset)),
+        kernels.FLASH: (both, torch.empty(0)),
+        kernels.EFFICIENT: (torch.tensor(seed - 2**64), torch.tensor(offset)),
     }
     for backend, pair in pairs.items():
-        stock.recovered(backend, P, q, q, q, *pair).codes(0)
+        kernels.recovered(backend, P, q, q, q, *pair).codes(0)
     assert states == [(seed, offset)] * 2
 
 
@@ -193,7 +192,7 @@ def test_no_random_state_in_a_traced_graph():
     q, zero = torch.randn(1, 1, 3, 8), torch.tensor(0)
 
     def step(q):
-        return stock.recovered(stock.EFFICIENT, P, q, q, q, zero, zero).codes(0)
+        return kernels.recovered(kernels.EFFICIENT, P, q, q, q, zero, zero).codes(0)
 
     with pytest.raises(PatchError, match="random state"):
         torch.fx.experimental.proxy_tensor.make_fx(step)(q)
@@ -204,11 +203,11 @@ def test_no_random_state_in_a_cuda_graph(monkeypatch):
         monkeypatch.setattr(torch.cuda, name, lambda: True)
     q, zero = torch.randn(1, 1, 3, 8), torch.tensor(0)
     with pytest.raises(PatchError, match=r"SDPBackend\.MATH"):
-        stock.recovered(stock.EFFICIENT, P, q, q, q, zero, zero)
+        kernels.recovered(kernels.EFFICIENT, P, q, q, q, zero, zero)
 
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_cuda_operators_fit(name):
     """CUDA's operators take the code and return what is decoded: shapes, without a GPU."""
     q, k, v = (torch.empty(2, 4, n, 16, dtype=torch.bfloat16, device="meta") for n in (7, 9, 9))
-    assert stock.drop(KERNELS[name], P, q, k, v).shape == (2, 4, 7, 16)
+    assert kernels.drop(KERNELS[name], P, q, k, v).shape == (2, 4, 7, 16)

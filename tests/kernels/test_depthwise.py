@@ -11,10 +11,9 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import doubleback as db
-from doubleback.kernels.depthwise import Depthwise
-from doubleback.kernels.depthwise import fused as depthwise
+from doubleback.kernels import Depthwise, depthwise
 from doubleback.operators import Convolution
-from doubleback.plan.steps import _layouts
+from doubleback.plan import _layouts
 from support.gpu import CUDA, DEVICE, needs_gpu, needs_triton, on_gpu_all
 from support.plans import plan_of
 
@@ -172,7 +171,7 @@ def test_tensors_that_are_left_to_pytorch(monkeypatch):
     monkeypatch.setattr(depthwise.launch, "available", lambda: True)
     cpu = torch.ones(2)
     assert not depthwise._known([cpu])
-    monkeypatch.setattr(depthwise.mode, "on_cuda", lambda *tensors: True)
+    monkeypatch.setattr(depthwise.launch, "on_cuda", lambda *tensors: True)
     assert depthwise._known([cpu, cpu])
     assert not depthwise._known([cpu.double()])
     assert not depthwise._known([cpu, cpu.half()])

@@ -18,16 +18,15 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import doubleback as db
+from doubleback.kernels import attention_triton as attention_kernels
+from doubleback.kernels import pointwise as pointwise_kernels
+from doubleback.kernels import second, taps_first
 from doubleback.kernels.attention import (
     attention_backward,
     attention_forward,
     attention_second,
     attention_tangent,
 )
-from doubleback.kernels.attention import fused as attention_kernels
-from doubleback.kernels.depthwise import taps_first
-from doubleback.kernels.pointwise import fused as pointwise_kernels
-from doubleback.kernels.pointwise import second
 from doubleback.kernels.standardisation import (
     Groups,
     standardise,
@@ -238,7 +237,7 @@ def test_curvature_of_activations(name, form):
     z = z.abs() + 0.3 if name in ("log", "sqrt", "rsqrt", "reciprocal") else z
     z = z.sigmoid() if name == "sigmoid" else z.tanh() if name == "tanh" else z
     params = {"softplus": (1.0, 20.0), "elu": (1.0, 1.0, 1.0)}.get(name, ())
-    found = pointwise_kernels.curvature(name, z, h, xi, *params)
+    found = pointwise_kernels.launch_curvature(name, z, h, xi, *params)
     close(source=(found, second(name, z.double(), *params) * h.double() * xi.double()))
 
 

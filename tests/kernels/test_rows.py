@@ -6,7 +6,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from doubleback.kernels import affine_rows, times
-from doubleback.kernels.attention import stock
+from doubleback.kernels.attention import _pad8
 from doubleback.rules import add
 
 LAYOUTS = {
@@ -58,6 +58,6 @@ def test_sums_have_the_layout_of_what_is_not_expanded(dtype):
 
 def test_widths_that_need_no_zeros_are_not_copied():
     q = torch.randn(1, 2, 3, 16)
-    assert stock._pad8(q) is q
-    padded = stock._pad8(q[..., :13])
+    assert _pad8(q) is q
+    padded = _pad8(q[..., :13])
     assert padded.shape[-1] == 16 and not padded[..., 13:].any()

@@ -12,6 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from doubleback.errors import InputError
 from doubleback.kernels import eager
+from doubleback.kernels import standardisation_triton as fused_kernels
 from doubleback.kernels.standardisation import (
     Groups,
     Point,
@@ -19,7 +20,6 @@ from doubleback.kernels.standardisation import (
     standardise_backward,
     standardise_second,
 )
-from doubleback.kernels.standardisation import fused as fused_kernels
 from support.gpu import CUDA, TRITON
 
 # Raised inside Triton's interpreter.

@@ -10,7 +10,7 @@ from torch import nn
 import doubleback as db
 from doubleback.kernels import Strided, pays, strided
 from doubleback.operators import products
-from doubleback.plan.steps import _layouts
+from doubleback.plan import _layouts
 from support.plans import plan_of
 
 aten = torch.ops.aten

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch.autograd import gradgradcheck
 
 import doubleback as db
-from doubleback.patch import convolution
+from doubleback.patch import faster
 from support.derivatives import error, samples, second
 
 CONVOLUTIONS = [
@@ -69,7 +69,7 @@ DENSE = [(False, "2d dilated"), (False, "1d"), (False, "1×1"), (True, "1d"), (T
 def test_the_input_s_derivative_is_itself_a_convolution(transposed, key, monkeypatch):
     """What cuDNN's convolutions take, tried on the CPU: the first derivative by x alone, twice
     and three times differentiated, without a node in Python where the groups allow it."""
-    monkeypatch.setattr(convolution, "_by_cudnn", lambda *_: True)
+    monkeypatch.setattr(faster, "_by_cudnn", lambda *_: True)
     shapes = (TRANSPOSED if transposed else SHAPES)[key]
     function, inputs = problem(*shapes, transposed=transposed)
 
@@ -89,7 +89,7 @@ def test_the_input_s_derivative_is_itself_a_convolution(transposed, key, monkeyp
 
 
 def test_autocast_does_not_change_a_derivative_s_dtype(monkeypatch):
-    monkeypatch.setattr(convolution, "_by_cudnn", lambda *_: True)
+    monkeypatch.setattr(faster, "_by_cudnn", lambda *_: True)
     function, inputs = problem(*SHAPES["1×1"])
     y = function().square().sum()
     with db.patched(), torch.autocast("cpu", torch.bfloat16):

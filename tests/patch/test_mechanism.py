@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 import doubleback as db
 from doubleback.patch import mechanism
-from doubleback.patch.node import Formula
+from doubleback.patch.mechanism import Formula
 
 
 def states(family: str = "convolution") -> set[str]:
@@ -166,8 +166,8 @@ def test_the_name_of_the_file_is_of_no_account(tmp_path):
     shutil.copytree(home, tmp_path / "doubleback", ignore=shutil.ignore_patterns("__pycache__"))
     patch = tmp_path / "doubleback" / "patch"
     (patch / "mechanism.py").rename(patch / "renamed.py")
-    door = patch / "__init__.py"
-    door.write_text(door.read_text().replace("from .mechanism import", "from .renamed import"))
+    for path in patch.glob("*.py"):
+        path.write_text(path.read_text().replace("from .mechanism import", "from .renamed import"))
     script = """
 import doubleback as db
 with db.patched():
@@ -233,3 +233,26 @@ def test_first_order_is_bit_identical():
         double_backward()  # arms
         found = train()
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.choice
+@pytest.mark.parametrize(
+    "rows, channels, groups, replaced",
+    [(2, 8, 1, False), (2, 8, 8, True), (64, 64, 1, True)],
+    ids=["small", "small, in groups", "large"],
+)
+def test_on_a_cpu_small_convolutions_keep_stock_s_derivative(rows, channels, groups, replaced):
+    x = torch.randn(rows, channels, 16, 16, requires_grad=True)
+    layer = torch.nn.Conv2d(channels, channels, 3, padding=1, groups=groups)
+    with db.patched():
+        (g,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
+    assert ("DerivativeNode" in g.grad_fn.name()) == replaced
+
+
+@pytest.mark.choice
+@pytest.mark.parametrize("count, replaced", [(1000, False), (1 << 18, True)])
+def test_on_a_cpu_small_activations_keep_stock_s_derivative(count, replaced):
+    x = torch.randn(count, requires_grad=True)
+    with db.patched():
+        y = torch.nn.functional.silu(x)
+    assert ("DerivativeNode" in y.grad_fn.name()) == replaced

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch.autograd import gradgradcheck
 
 import doubleback as db
-from doubleback.patch import missing
-from doubleback.patch.node import is_dual
+from doubleback.patch.mechanism import is_dual
+from doubleback.patch.missing import OTHERS
 from support.derivatives import samples
 
 NAMES = [
@@ -77,7 +77,7 @@ PAIRS = {
 
 
 @pytest.mark.parametrize(
-    "formula", [f for f in missing.FORMULAS if f.operator in PAIRS], ids=lambda f: f.operator
+    "formula", [f for f in OTHERS if f.operator in PAIRS], ids=lambda f: f.operator
 )
 def test_the_steps_are_the_operator(formula):
     watch = Watch(formula)

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch.autograd import gradgradcheck
 
 import doubleback as db
-from doubleback.patch import normalisation
-from doubleback.patch.node import Applied
+from doubleback.patch.faster import NORMALISATION
+from doubleback.patch.mechanism import Applied
 from support.derivatives import error, samples, second
 
 D = torch.float64
@@ -325,7 +325,7 @@ def test_formulas_of_cuda_s_operators():
     r = (x.square().mean((2, 3), keepdim=True) + 1e-5).rsqrt()
     rms = {"grad_out": xi, "input": x, "normalized_shape": ROW, "rstd": r}
     rms |= {"weight": random(*ROW, seed=3), "output_mask": [True, True]}
-    formulas = {f.operator: f for f in normalisation.FORMULAS}
+    formulas = {f.operator: f for f in NORMALISATION}
     for name, a in (("cudnn_batch_norm_backward", batch), ("_fused_rms_norm_backward", rms)):
         formula = formulas[name]
         schema = getattr(torch.ops.aten, name).default._schema.arguments

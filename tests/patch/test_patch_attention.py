@@ -14,9 +14,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import doubleback as db
-from doubleback.kernels.attention import BITS
-from doubleback.patch import attention
-from doubleback.patch.node import Applied
+from doubleback.kernels import BITS
+from doubleback.patch import missing
+from doubleback.patch.mechanism import Applied
 from support.derivatives import error, samples, second
 from support.dropout import kept, provider
 
@@ -139,7 +139,7 @@ class Largest(TorchDispatchMode):
 
 
 def test_no_matrix_of_all_scores(monkeypatch):
-    from doubleback.kernels.attention import frame as kernels
+    from doubleback.kernels import attention as kernels
 
     monkeypatch.setitem(kernels.BLOCK_ELEMENTS, "cpu", 2**14)
     monkeypatch.setitem(kernels.BLOCK_ELEMENTS, "traced", 2**14)
@@ -209,7 +209,7 @@ def cotangent_name(a: dict) -> str:
 
 BIASED = [  # the flash kernel takes no bias
     pytest.param(f, biased, id=f"{f.operator}{'-biased' if biased else ''}")
-    for f in attention.FORMULAS[1:]
+    for f in missing.ATTENTION[1:]
     for biased in (False, True)
     if not (biased and "_flash_" in f.operator)
 ]
@@ -241,13 +241,13 @@ def test_formulas_of_cuda_kernels(formula, biased):
 
 @pytest.mark.parametrize("again", [False, True], ids=["blocks", "composite"])
 @pytest.mark.parametrize("step", [BITS, 8 * BITS])
-@pytest.mark.parametrize("formula", attention.FORMULAS[1:], ids=lambda f: f.operator)
+@pytest.mark.parametrize("formula", missing.ATTENTION[1:], ids=lambda f: f.operator)
 def test_formulas_of_cuda_kernels_with_dropout(formula, step, again, monkeypatch):
     """With a known mask instead of one read off the kernel; third derivatives take all of it."""
     inputs, p = qkv(n=9, m=15), 0.4
     keep = torch.rand(2, 4, 9, 15, generator=torch.Generator().manual_seed(3)) >= p
     z = keep.double() / (1 - p)
-    monkeypatch.setattr(attention, "recovered", lambda *_: provider(keep, p, step))
+    monkeypatch.setattr(missing, "recovered", lambda *_: provider(keep, p, step))
     a = arguments(formula.operator, inputs, z=z) | {"dropout_p": p}
     assert formula.accepts(a)
     names = [cotangent_name(a), "query", "key", "value"]
@@ -265,7 +265,7 @@ def test_formulas_of_cuda_kernels_with_dropout(formula, step, again, monkeypatch
 
 def test_ragged_batches_and_dropout_on_the_cpu_are_left_to_stock():
     a = arguments("flash", qkv())
-    accepts = attention.FORMULAS[1].accepts
+    accepts = missing.ATTENTION[1].accepts
     assert accepts(a) and accepts(a | {"dropout_p": 0.1})
     assert not accepts(a | {"cum_seq_q": torch.tensor([0, 4, 9])})
     stateless = {n: x for n, x in a.items() if "philox" not in n}

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 import doubleback as db
 from doubleback.patch.mechanism import Patcher
-from doubleback.patch.pooling import FORMULAS, in_rows, wrong
+from doubleback.patch.missing import POOLING, in_rows, wrong
 from support.gpu import needs_gpu
 
 aten = torch.ops.aten
@@ -94,7 +94,7 @@ def test_as_a_kernel_of_autograd(layout, windows):
 
         return call
 
-    (formula_here,) = FORMULAS
+    (formula_here,) = POOLING
     here = replace(formula_here, keys=("AutogradCPU",), kernel=counted)
     with Patcher([here]).patched(None):
         found = derivatives(layout, windows, "cpu")

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
 import doubleback as db
-from doubleback.patch import recurrent
+from doubleback.patch import missing
 from support.derivatives import error
 
 D = torch.float64
@@ -25,7 +25,7 @@ def cpu_kernel():
         a = dict(zip(names, args, strict=True))
         spread = {f"weight {i}": w for i, w in enumerate(a["weight"])}
         with torch.enable_grad():
-            dx, dh, dc, *weights = recurrent._composite(a | spread)
+            dx, dh, dc, *weights = missing._composite_recurrent(a | spread)
         dc = torch.empty(0, dtype=D) if dc is None else dc.detach()
         return dx.detach(), dh.detach(), dc, [w.detach() for w in weights]
 
@@ -113,7 +113,7 @@ def test_packed_outputs(kind):
     (expected, *_), last = net(PackedSequence(x, torch.tensor(SIZES)), (h, c) if lstm else h)
     a = {"mode": MODES[kind], "weight_stride0": 4, "bidirectional": True, "batch_sizes": SIZES}
     weights = [p for w in net.all_weights for p in w]
-    found = recurrent._run_packed(a, x, h, c if lstm else None, weights)
+    found = missing._run_packed(a, x, h, c if lstm else None, weights)
     assert error([found], [[expected, *(last if lstm else [last])]]) < 1e-14
 
 
@@ -140,6 +140,6 @@ def test_packed_sequences_of_cudnn(kind):
 
 def test_dropout_between_layers_is_left_to_stock():
     a = {"input": torch.zeros(1), "train": True, "dropout": 0.5, "num_layers": 2}
-    assert not recurrent._accepts(a)
-    assert recurrent._accepts(a | {"num_layers": 1})
-    assert recurrent._accepts(a | {"train": False})
+    assert not missing._accepts_recurrent(a)
+    assert missing._accepts_recurrent(a | {"num_layers": 1})
+    assert missing._accepts_recurrent(a | {"train": False})

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from doubleback.kernels.attention import BITS, Dropout
+from doubleback.kernels import BITS, Dropout
 
 
 def provider(keep: Tensor, p: float, step: int) -> Dropout:

@@ -1,15 +1,21 @@
 """Module → graph. TorchDynamo captures; the graph it hands over is lifted to ATen operators."""
 
-from .arguments import Arguments, choose_output, only_one, plain, requires_grad, take_apart
-from .decompositions import stop_gradient
-from .dynamo import capture_of, find_graph
-from .lifting import mark
-from .reasons import forget
-from .surroundings import Surroundings
+from .arguments import (
+    Arguments,
+    accept_plain_keys,
+    choose_output,
+    only_one,
+    plain,
+    requires_grad,
+    take_apart,
+)
+from .dynamo import Surroundings, capture_of, find_graph, forget
+from .lifting import mark, stop_gradient
 
 __all__ = [
     "Arguments",
     "Surroundings",
+    "accept_plain_keys",
     "capture_of",
     "choose_output",
     "find_graph",

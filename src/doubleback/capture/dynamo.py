@@ -4,21 +4,34 @@ Dynamo reads the forward pass's Python, hands its tensor operations over as a gr
 that checks whether all that it read is still so (attributes, globals, hooks, sizes, modes), calls
 the graph, and then does to Python what the forward pass does (attributes it sets, lists it appends
 to, counters). What is run in the place of that graph is the caller's choice: here the sweeps.
+
+Where a network cannot be captured, `reason` says why in one short message: the cause, the user's
+line, a remedy.
+
+`Surroundings` is what a forward pass reads and Dynamo does not guard, as a key that is compared at
+each call. Dynamo takes classes to be finished: a method that is replaced on a class later, or a
+hook for all modules, goes unnoticed; so does an Enum that a dictionary is looked up with. Each of
+these is rare, few in number and quick to compare. Older versions of PyTorch also miss a module
+whose class is swapped, and numbers of a class that serves as a record.
 """
 
 from __future__ import annotations
 
+import enum
+import gc
 import itertools
+import os
+import re
 import threading
 import traceback
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from time import monotonic
-from types import FunctionType
+from types import FunctionType, ModuleType
 from typing import Any, ClassVar
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import nn
@@ -28,8 +41,6 @@ from ..errors import CaptureError, InputError, warn
 from ..graph import Graph
 from .arguments import plain, refuse_distributed, tensors_in
 from .lifting import lift
-from .reasons import forget, reason
-from .surroundings import Surroundings, global_hooks
 
 Run = Callable[[Graph, Sequence[Any]], Sequence[Any]]
 
@@ -112,8 +123,8 @@ class Capture:
         if self._surroundings is None:
             self._surroundings = Surroundings(net)
         key = self._surroundings.key()
-        found = self._compiled.get(key)
-        if found is None:
+        compiled = self._compiled.get(key)
+        if compiled is None:
             self._surroundings = Surroundings(net)
             code = _call.__code__.replace(co_name=f"call_network_{next(_count)}")
             own = FunctionType(code, dict(_call.__globals__))  # Dynamo adds its own names there
@@ -123,13 +134,13 @@ class Capture:
                 nopython=True,
                 guard_fail_fn=lambda failure: me()._changed(failure),
             )
-            found = optimise(own)
-            assert found is not None
+            compiled = optimise(own)
+            assert compiled is not None
             weakref.finalize(own, _torch.dynamo_reset_code, code).atexit = False
             if len(self._compiled) >= MANY:
                 self._compiled.pop(next(iter(self._compiled)))
-            self._compiled[self._surroundings.key()] = found
-        return found
+            self._compiled[self._surroundings.key()] = compiled
+        return compiled
 
     def _receive(self, module: torch.fx.GraphModule, given: Sequence[Any]) -> Callable:
         """Dynamo's backend: the graph is lifted, and run by whoever calls."""
@@ -287,7 +298,184 @@ def find_graph(
 
     try:
         capture_of(net, output)(net, escape, args, kwargs)
-    except _Found as found:
-        traceback.clear_frames(found.__traceback__)
-        return found.graph, found.inputs
+    except _Found as escaped:
+        traceback.clear_frames(escaped.__traceback__)
+        return escaped.graph, escaped.inputs
     raise CaptureError(f"{type(net).__name__} calls no operator of PyTorch")
+
+
+# ---------------------------------------------------------------------------------------- reasons
+
+
+_TORCH = os.path.dirname(os.path.abspath(torch.__file__))
+_HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_STANDARD = os.path.dirname(os.path.abspath(os.__file__))
+
+_REMEDIES = (
+    (r"random|Random|numpy\.rand",
+     "draw random numbers with torch, not with Python's or NumPy's generator"),
+    (r"data.dependent|\.item\(\)|_local_scalar_dense|GuardOnDataDependent|nonzero|unbacked",
+     "keep Python's branches and sizes independent of the values of tensors (torch.where, a "
+     "fixed size)"),
+    (r"autograd\.Function|autograd_function",
+     "make it an operator (torch.library.custom_op with register_autograd), or write it in "
+     "PyTorch's own operations"),
+    (r"torch\.autograd\.grad|requires_grad_|backward\(\)|\.backward",
+     "take derivatives outside the network, or return them with db.WithGradient"),
+    (r"torch\.jit|ScriptMethod|ScriptFunction|RecursiveScriptModule|TorchScript",
+     "use the plain Python module (for e3nn: e3nn.set_optimization_defaults(jit_script_fx=False))"),
+    (r"hook", "remove the hook while training with a penalty"),
+    (r"DistributedDataParallel|DDP", "wrap the other way round: DDP(Penalised(net))"),
+    (r"behind autograd's back", "write out of place, or leave it on autograd"),
+    (r"recompile_limit|cache_size_limit",
+     "hold what changes at every call in a buffer, or pass it as a tensor"),
+)  # fmt: skip
+
+
+def reason(net: nn.Module, error: BaseException) -> CaptureError:
+    """The error that a user sees."""
+    inner = getattr(error, "inner_exception", None) or error
+    text = _first_line(inner)
+    if "requires_grad_()" in text:
+        text = (
+            "it makes a leaf of its own inside (requires_grad_()), so that its output may not "
+            "depend on its input any more"
+        )
+    hint = next((remedy for pattern, remedy in _REMEDIES if re.search(pattern, str(error))), None)
+    remedy = f"\n  Remedy: {hint}." if hint else ""
+    where = _line(error)
+    return CaptureError(
+        f"{type(net).__name__} cannot be captured as one graph: {text}"
+        + (f"\n  stopped at {where}" if where else "")
+        + remedy
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
+    if not lines:
+        return type(error).__name__
+    explained = next((x for x in lines if x.startswith("Explanation:")), None)
+    if explained:
+        return f"{lines[0]}: {explained.removeprefix('Explanation:').strip()}"
+    return lines[0]
+
+
+def _line(error: BaseException) -> str | None:
+    """The innermost line of the user's code, from Dynamo's own stack or from Python's."""
+    frames: list[Any] = list(getattr(error, "real_stack", None) or ())
+    frames += traceback.extract_tb(error.__traceback__)
+    own = [
+        f for f in frames
+        if not os.path.abspath(f.filename).startswith((_TORCH, _HERE, _STANDARD))
+        and os.path.exists(f.filename)
+    ]  # fmt: skip
+    if not own:
+        named = re.findall(r'File "([^"]+)", line (\d+)', str(error))
+        named = [(path, line) for path, line in named if not path.startswith((_TORCH, _HERE))]
+        return f"{os.path.basename(named[-1][0])}:{named[-1][1]}" if named else None
+    last = own[-1]
+    return f"{os.path.basename(last.filename)}:{last.lineno}: {last.line}"
+
+
+def forget(error: BaseException) -> None:
+    """Let go of a failed trace now. Its frames hold contexts that set PyTorch's state back when
+    they are collected, which must not happen in the midst of something else."""
+    keys = _torch.dispatch_tls_local_include_set(), _torch.dispatch_tls_local_exclude_set()
+    mode, forward = torch.is_grad_enabled(), _torch.is_fwd_grad_enabled()
+    with _torch.ForceDispatchKeyGuard(*keys):
+        _clear(error)
+        gc.collect()
+    torch.set_grad_enabled(mode)
+    _torch.set_fwd_grad_enabled(forward)
+
+
+def _clear(error: BaseException) -> None:
+    """Empty the frames of an exception and of those that it came from."""
+    seen: set[int] = set()
+    stack: list[BaseException | None] = [error]
+    while stack:
+        item = stack.pop()
+        if item is not None and id(item) not in seen:
+            seen.add(id(item))
+            traceback.clear_frames(item.__traceback__)
+            item.__traceback__ = None
+            stack += [item.__cause__, item.__context__, getattr(item, "inner_exception", None)]
+
+
+# ----------------------------------------------------------------------------------- surroundings
+
+
+DEEPEST = 4  # how far into a module's attributes Enums are looked for
+
+_GLOBAL_HOOKS = (
+    "_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks",
+    "_global_backward_pre_hooks", "_global_forward_hooks_always_called",
+)  # fmt: skip
+
+
+def global_hooks() -> list[dict]:
+    """The tables of hooks that every module calls."""
+    return [getattr(torch.nn.modules.module, name, {}) for name in _GLOBAL_HOOKS]
+
+
+class Surroundings:
+    """`key()` changes when something changed that Dynamo does not see."""
+
+    def __init__(self, net: nn.Module) -> None:
+        modules = list(net.modules())
+        kinds = {kind for module in modules for kind in type(module).__mro__}
+        self._classes = [
+            kind for kind in sorted(kinds, key=lambda k: k.__qualname__)
+            if issubclass(kind, nn.Module) and kind is not nn.Module
+        ]  # fmt: skip
+        self._modules = [ref(module) for module in modules]  # the key is not to keep them alive
+        self._places = list(_watched(modules))
+        self._hooks = global_hooks()
+
+    def key(self) -> Hashable:
+        hooks = tuple([tuple(hook) for hook in self._hooks])
+        methods = tuple([tuple(map(id, vars(kind).values())) for kind in self._classes])
+        types = tuple([type(module()) for module in self._modules])
+        return hooks, methods, types, tuple([_mark(holder, name) for holder, name in self._places])
+
+
+def _watched(modules: list[nn.Module]) -> Iterator[tuple[Any, Any]]:
+    """Where Enums lie, and the entries of classes that serve as records: (what holds one, under
+    which name)."""
+    seen: set[int] = set()
+    stack: list[tuple[Any, int]] = [(vars(module), 0) for module in modules]
+    while stack:
+        holder, depth = stack.pop()
+        if id(holder) in seen:
+            continue
+        seen.add(id(holder))
+        record = isinstance(holder, type)
+        entries: Any = vars(holder) if record else holder
+        items = entries.items() if isinstance(entries, Mapping) else enumerate(entries)
+        for name, item in list(items):
+            if isinstance(item, enum.Enum) or (record and not str(name).startswith("__")):
+                yield entries, name
+            if depth >= DEEPEST or isinstance(item, (nn.Module, torch.Tensor, enum.Enum)):
+                continue
+            if isinstance(item, (dict, list, tuple)) or _is_record(item):
+                stack.append((item, depth + 1))
+            elif hasattr(item, "__dict__") and not isinstance(item, (type, ModuleType)):
+                stack.append((vars(item), depth + 1))
+
+
+def _is_record(item: Any) -> bool:
+    """A class that somebody wrote to hold numbers, as far as one can tell: no module's, none of
+    PyTorch's or Python's own."""
+    if not isinstance(item, type) or issubclass(item, nn.Module):
+        return False
+    return item.__module__.partition(".")[0] not in ("torch", "builtins", "typing", "numpy")
+
+
+def _mark(holder: Any, name: Any) -> Any:
+    """What tells a value apart from another: plain ones themselves, others by identity."""
+    try:
+        value = holder[name]
+    except (KeyError, IndexError):
+        return None
+    return value if type(value) in (bool, int, float, str, type(None)) else id(value)

@@ -1,8 +1,7 @@
 """The library's own oracles, for users and for its tests: a model, a rule and an adjoint against
 autograd in float64."""
 
-from .adjoint import check_adjoint
-from .parity import CheckReport, check, check_rule
+from .parity import CheckReport, check, check_adjoint, check_rule
 
 __all__ = [
     "CheckReport",

@@ -1,30 +1,47 @@
-"""The command line: ``doubleback demo``, ``check``, ``explain``, ``landscape``.
+"""The command line: ``doubleback demo``, ``bench``, ``doctor``, ``check``, ``explain``,
+``landscape``, ``completion``; also ``python -m doubleback``.
 
 Exit status: 0 for success, 1 when ``check`` finds a wrong gradient and only then, 2 for what
 cannot be run (a bad argument, a missing extra, any :class:`~doubleback.DoublebackError`: one line
-on stderr; an exception of the user's own code: its traceback).
+on stderr; an exception of the user's own code: its traceback), 130 after Ctrl-C.
 
-Each command lives in its own module and is imported when it is called, so that neither
-``import doubleback`` nor ``doubleback explain`` needs more than torch.
+What a command needs is imported when it is called, so that neither ``import doubleback`` nor
+``doubleback explain`` needs more than torch.
 """
 
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
 import importlib.util
+import re
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NoReturn
 
 from doubleback.errors import DoublebackError
 
-__all__ = ["UsageError", "main", "require"]
+__all__ = ["UsageError", "main", "nearest", "require"]
 
 LOSSES = ("cross_entropy", "mse", "bce")
 NORMS = ("squared", "norm", "deviation")
 PENALTIES = ("loss-gradient", "output-gradient", "gradient-match", "bilinear-form", "jacobian",
              "spectral-norm")  # fmt: skip
+SHELLS = ("bash", "zsh", "fish")
+
+# What the library says to Python, in the words of the command line.
+WORDS = (
+    (r"call net\.eval\(\) first", "pass --eval"),
+    (r"train, and call net\.eval\(\)", "train, and pass --eval"),
+    (r"with output= *(\([^)]*\))?", "with --output KEY"),
+    (r"\boutput=('[^']*'|-?\d+)", r"--output \1"),
+    (r"\bprojections=(\d+|n|…)", "--projections"),
+    (r"\bindex=\.\.\.", "--index I"),
+    (r"(OutputGradient|GradientMatch)\(--index I\)", "--index I"),
+    (r"[,;]? *(or )?(pass|use|leave) strict=False[^;.]*", ""),
+)
 
 
 class UsageError(DoublebackError):
@@ -33,16 +50,21 @@ class UsageError(DoublebackError):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status."""
-    arguments = _parser().parse_args(argv)
-    command = importlib.import_module(f"doubleback.cli.{arguments.command}")
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    room, _, function = COMMANDS[arguments.command][0].partition(":")
     try:
-        return command.run(arguments)
+        command = getattr(importlib.import_module(f"doubleback.cli.{room}"), function)
+        return command(arguments)
     except DoublebackError as error:
-        print(f"doubleback: {_one_line(error)}", file=sys.stderr)
+        print(f"doubleback: {_told(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("doubleback: interrupted", file=sys.stderr)
         return 130
+    except BrokenPipeError:  # `doubleback … | head`
+        sys.stderr.close()
+        return 0
     except Exception:
         traceback.print_exc()
         return 2
@@ -53,53 +75,171 @@ def require(*modules: str, extra: str) -> None:
     missing = [name for name in modules if importlib.util.find_spec(name) is None]
     if missing:
         raise UsageError(
-            f"this command needs {' and '.join(missing)}: pip install 'doubleback[{extra}]'"
+            f"this command needs {' and '.join(missing)}: pip install 'doubleback[{extra}]' (in a "
+            f"checkout: pip install -e '.[{extra}]')"
         )
 
 
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())
+def nearest(option: str, given: str, known: Iterable[str], more: str = "") -> None:
+    """Raise a :class:`UsageError` with the name that was probably meant, unless it is known."""
+    if given not in (names := list(known)):
+        raise UsageError(f"{option}: {_unknown(given, names, more)}")
+
+
+def _unknown(given: str, names: Sequence[str], more: str = "") -> str:
+    near = difflib.get_close_matches(given, names, 1, 0.6)
+    meant = f"did you mean {near[0]!r}? " if near else ""
+    return f"unknown {given!r}; {meant}(choose from {', '.join(names)}{', ' if more else ''}{more})"
+
+
+def _told(error: BaseException) -> str:
+    """On one line, with options in place of Python."""
+    text = " ".join(str(error).split())
+    for pattern, words in WORDS:
+        text = re.sub(pattern, words, text)
+    return text
+
+
+# --------------------------------------------------------------------------------- the arguments
+
+
+class _Parser(argparse.ArgumentParser):
+    """Unknown options and commands are answered with the nearest one."""
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        given = list(sys.argv[1:] if args is None else args)
+        first = next((word for word in given if not word.startswith("-")), None)
+        if first is not None and first not in COMMANDS and given[0] == first:
+            self.error(f"command: {_unknown(first, list(COMMANDS))}")
+        found, unknown = self.parse_known_args(given, namespace)
+        if unknown:
+            known = [o for _, options in _options(self, found.command) for o in options]
+            near = difflib.get_close_matches(unknown[0].split("=")[0], known, 1, 0.6)
+            meant = f"; did you mean {near[0]}?" if near else ""
+            self.error(f"{found.command} has no argument {unknown[0]!r}{meant}")
+        return found
+
+    def error(self, message: str) -> NoReturn:
+        self.print_usage(sys.stderr)
+        self.exit(2, f"doubleback: {message}\n")
+
+
+def _options(parser: argparse.ArgumentParser, command: str) -> list[tuple[Any, Sequence[str]]]:
+    """The options of a command, as argparse holds them."""
+    commands = next(a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
+    return [(a, a.option_strings) for a in commands.choices[command]._actions if a.option_strings]
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="doubleback", description="Training with derivatives in the loss."
-    )
+    from doubleback import __version__
+
+    parser = _Parser(prog="doubleback", description="Training with derivatives in the loss.")
+    parser.add_argument("--version", action="version", version=f"doubleback {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
-
-    demo = commands.add_parser(
-        "demo", help="train on handwritten digits with and without a penalty, and compare"
-    )
-    demo.add_argument("--epochs", type=_count, default=20, metavar="N", help="default: %(default)s")
-    demo.add_argument("--seed", type=int, default=0, metavar="S", help="default: %(default)s")
-    demo.add_argument(
-        "--weight", type=_weight, default=1.0, metavar="λ", help="of the penalty, default: 1"
-    )
-    demo.add_argument("--json", metavar="PATH", help="write the results to this file too")
-
-    check = commands.add_parser(
-        "check", help="compare a model's gradients with autograd's, in float64"
-    )
-    _add_model_arguments(check)
-    explain = commands.add_parser("explain", help="show how a model would be computed, and why")
-    _add_model_arguments(explain)
-    _add_landscape(
-        commands.add_parser(
-            "landscape", help="find the jumps of a penalty along one parameter of a net, exactly"
-        )
-    )
+    for name, (_, add, told) in COMMANDS.items():
+        one = commands.add_parser(name, help=told, description=f"{told[0].upper()}{told[1:]}.")
+        add(one)
+        if name != "completion":
+            one.add_argument("--json", action="store_true", help="print JSON")
     return parser
 
 
+def _one_of(names: Sequence[str]) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        if text not in names:
+            raise argparse.ArgumentTypeError(_unknown(text, names))
+        return text
+
+    return parse
+
+
+def _choice(parser: argparse.ArgumentParser, option: str, names: Sequence[str], told: str) -> None:
+    """An option with few values: argparse would not say which one was meant."""
+    action = parser.add_argument(
+        option, type=_one_of(names), metavar="|".join(names) if len(names) < 4 else "NAME",
+        help=f"{', '.join(names)}; {told}" if len(names) > 3 else told,
+    )  # fmt: skip
+    action.completions = names  # type: ignore[attr-defined]
+
+
+def _add_demo(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--net", default="separable", metavar="NAME",
+        help="separable (default), conv, residual, mlp, transformer, or package.module:factory",
+    )  # fmt: skip
+    parser.add_argument(
+        "--penalty", action="append", metavar="NAME",
+        help="loss-gradient, jacobian, spectral-norm; repeat it; default: the first two",
+    )  # fmt: skip
+    parser.add_argument(
+        "--weight", type=_weight, metavar="λ", help="of every penalty; default: one for each"
+    )
+    parser.add_argument(
+        "--epochs", type=_count, metavar="N", help="default: 20 for the digits, 1 for --data"
+    )
+    parser.add_argument(
+        "--data", default="digits", metavar="SOURCE", help="digits (default) or mnist-idx:FOLDER"
+    )
+    parser.add_argument(
+        "--compile", action="store_true", help="compile the sweeps too (slow start)"
+    )
+    parser.add_argument(
+        "--seconds", type=_weight, default=6.0, metavar="T", help="for each penalty's timing"
+    )
+    parser.add_argument(
+        "--out", default="demo", metavar="FOLDER", help="for the report, default: %(default)s"
+    )
+    _add_common(parser)
+
+
+def _add_bench(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--net", action="append", metavar="NAME",
+        help="separable, conv, residual, mlp, transformer; repeat it for several; default: all",
+    )  # fmt: skip
+    parser.add_argument(
+        "--penalty", action="append", metavar="NAME",
+        help="loss-gradient, jacobian, spectral-norm; repeat it; default: the first two",
+    )  # fmt: skip
+    parser.add_argument("--side", type=_count, default=16, metavar="N", help="of the images")
+    parser.add_argument(
+        "--batch", type=_count, default=32, metavar="B", help="default: %(default)s"
+    )
+    parser.add_argument(
+        "--seconds", type=_weight, default=90.0, metavar="T",
+        help="for all measurements together, default: %(default)g",
+    )  # fmt: skip
+    parser.add_argument(
+        "--compile", action="store_true", help="compile the sweeps too (slow start)"
+    )
+    _add_common(parser)
+
+
+def _add_common(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--device", default="cpu", metavar="D", help="cpu (default), cuda, cuda:1, …"
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="default: %(default)s")
+
+
+def _add_doctor(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--no-compile", action="store_true", help="do not try the compiler, which takes a while"
+    )
+
+
+def _add_completion(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("shell", type=_one_of(SHELLS), metavar="|".join(SHELLS))
+
+
 def _add_landscape(parser: argparse.ArgumentParser) -> None:
-    _add_model_arguments(parser, shape_required=False)
+    _add_model(parser, shape_required=False)
     parser.add_argument("--input", metavar="FILE", help="a batch, saved by torch.save or NumPy")
     parser.add_argument("--labels", metavar="FILE", help="its labels or targets; default: random")
     parser.add_argument(
-        "--parameter",
-        metavar="NAME[I,J]",
+        "--parameter", metavar="NAME[I,J]",
         help="such as fc1.weight[3,1]; default: the weight in which the penalty is steepest",
-    )
+    )  # fmt: skip
     parser.add_argument(
         "--layer", metavar="NAME,…", help="a random direction over the parameters of these layers"
     )
@@ -112,28 +252,24 @@ def _add_landscape(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", default="landscape", metavar="FOLDER", help="default: %(default)s")
 
 
-def _add_model_arguments(parser: argparse.ArgumentParser, shape_required: bool = True) -> None:
+def _add_model(parser: argparse.ArgumentParser, shape_required: bool = True) -> None:
     """What every command that takes a net needs to build it and call it."""
     parser.add_argument(
-        "factory",
-        metavar="package.module:factory",
+        "factory", metavar="package.module:factory",
         help="a callable without arguments that returns the net, or a doubleback.Penalised",
-    )
+    )  # fmt: skip
     parser.add_argument(
-        "--input-shape",
-        type=_shape,
-        action="append",
-        required=shape_required,
+        "--input-shape", type=_shape, action="append", required=shape_required,
         metavar="4,3,32,32",
         help="batch first; repeat it for further inputs (the first one is penalised)",
-    )
-    parser.add_argument("--penalty", choices=PENALTIES, help=f"default: {PENALTIES[0]}")
-    parser.add_argument("--loss", choices=LOSSES, help=f"of loss-gradient, default: {LOSSES[0]}")
-    parser.add_argument("--norm", choices=NORMS, help=f"of the gradient, default: {NORMS[0]}")
+    )  # fmt: skip
+    _choice(parser, "--penalty", PENALTIES, f"default: {PENALTIES[0]}")
+    _choice(parser, "--loss", LOSSES, f"of loss-gradient, default: {LOSSES[0]}")
+    _choice(parser, "--norm", NORMS, f"of the gradient, default: {NORMS[0]}")
     parser.add_argument(
         "--index", type=int, metavar="I", help="output node of output-gradient and gradient-match"
     )
-    parser.add_argument("--of", choices=("output", "softmax"), help="of jacobian, default: output")
+    _choice(parser, "--of", ("output", "softmax"), "of jacobian, default: output")
     parser.add_argument("--projections", type=_count, metavar="N", help="of jacobian: estimate")
     parser.add_argument("--chunk", type=_count, metavar="C", help="of jacobian: seeds at a time")
     parser.add_argument("--iterations", type=_count, metavar="K", help="of spectral-norm")
@@ -143,9 +279,41 @@ def _add_model_arguments(parser: argparse.ArgumentParser, shape_required: bool =
     parser.add_argument(
         "--classes", type=_count, metavar="C", help="labels are below C, default: the output's"
     )
-    parser.add_argument("--eval", action="store_true", help="call net.eval() first")
-    parser.add_argument("--seed", type=int, default=0, metavar="S", help="default: %(default)s")
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument(
+        "--eval", action="store_true", help="put the net into evaluation mode first"
+    )
+    _add_common(parser)
+
+
+COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None], str]] = {
+    "demo": ("demo:run", _add_demo, "train on handwritten digits with and without penalties, "
+             "compare, write a report"),
+    "bench": ("commands:bench", _add_bench, "what a penalised step costs on this machine, by "
+              "stock autograd and by doubleback, in two minutes"),
+    "doctor": ("commands:doctor", _add_doctor, "versions, devices, what the patch replaces here, "
+               "whether the compiler works"),
+    "check": ("commands:check", _add_model, "compare a model's gradients with autograd's, in "
+              "float64"),
+    "explain": ("commands:explain", _add_model, "show how a model would be computed, and why"),
+    "landscape": ("commands:landscape", _add_landscape, "find the jumps of a penalty along one "
+                  "parameter of a net, exactly"),
+    "completion": ("commands:completion", _add_completion, "print completions for a shell: eval "
+                   '"$(doubleback completion bash)"'),
+}  # fmt: skip
+
+
+def completions() -> dict[str, dict[str, Sequence[str]]]:
+    """Of every command its options, with their values where these are few."""
+    parser = _parser()
+    return {
+        name: {
+            option: getattr(action, "completions", ())
+            for action, options in _options(parser, name)
+            for option in options
+            if option.startswith("--")
+        }
+        for name in COMMANDS
+    }
 
 
 def _shape(text: str) -> tuple[int, ...]:

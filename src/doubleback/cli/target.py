@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import argparse
 import copy
+import difflib
 import importlib
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 import doubleback as db
-from doubleback.cli import UsageError
+from doubleback.cli import UsageError, nearest
 from doubleback.penalties import BinaryCrossEntropy, CrossEntropy, Loss, SquaredError
 
 NORMS = {"squared": db.SquaredNorm, "norm": db.Norm, "deviation": db.Deviation}
@@ -22,11 +24,46 @@ OPTIONS = ("loss", "norm", "index", "of", "projections", "chunk", "iterations")
 
 def build(arguments: argparse.Namespace) -> tuple[db.Penalised, tuple[Tensor, ...]]:
     """The penalised model and every positional argument it is called with."""
+    where = device(arguments.device)
     torch.manual_seed(arguments.seed)
-    model = _penalised(_call(_find(arguments.factory), arguments.factory), arguments)
-    model.train(model.training and not arguments.eval)
-    inputs = tuple(torch.randn(shape) for shape in arguments.input_shape)
-    return model, (*inputs, *_extras(model, inputs, arguments.classes))
+    model = _penalised(module(arguments.factory), arguments)
+    model.to(where).train(model.training and not arguments.eval)
+    inputs = tuple(torch.randn(shape).to(where) for shape in arguments.input_shape)
+    extras = _extras(model, inputs, arguments.classes)
+    return model, (*inputs, *(extra.to(where) for extra in extras))
+
+
+def device(name: str) -> torch.device:
+    """What --device names, if it is there."""
+    try:
+        found = torch.device(name)
+    except RuntimeError:
+        nearest("--device", name, ("cpu", "cuda"), "cuda:0, …")
+        raise
+    if found.type not in ("cpu", "cuda"):
+        raise UsageError(f"--device {name}: commands run on cpu or cuda")
+    if found.type == "cuda" and not torch.cuda.is_available():
+        raise UsageError(f"--device {name}: PyTorch finds no CUDA device here; leave --device out")
+    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
+        raise UsageError(f"--device {name}: there are {torch.cuda.device_count()} CUDA devices")
+    return found
+
+
+def folder(name: str) -> Path:
+    """What --out names, made, before anything else takes time."""
+    found = Path(name)
+    try:
+        found.mkdir(parents=True, exist_ok=True)
+    except FileExistsError as error:
+        raise UsageError(f"--out: {found} is a file") from error
+    except OSError as error:
+        raise UsageError(f"--out: {found} cannot be made: {error.strerror}") from error
+    return found
+
+
+def module(name: str) -> nn.Module:
+    """The net that ``package.module:factory`` returns, or is."""
+    return _call(_find(name), name)
 
 
 def _find(name: str) -> Callable[[], object]:
@@ -42,7 +79,9 @@ def _find(name: str) -> Callable[[], object]:
         raise UsageError(f"cannot import {module_name!r}: {error}") from error
     for part in attribute.split("."):
         if not hasattr(found, part):
-            raise UsageError(f"{module_name!r} has no {attribute!r}")
+            near = difflib.get_close_matches(part, dir(found), 1, 0.6)
+            meant = f"; did you mean {near[0]!r}?" if near else ""
+            raise UsageError(f"{module_name!r} has no {attribute!r}{meant}")
         found = getattr(found, part)
     if not callable(found):
         raise UsageError(f"{name!r} is a {type(found).__name__}, not a callable")

@@ -1,8 +1,7 @@
 """Penalties of the whole Jacobian: the strategies that compute it, their prices, the choice of one,
 and the programs that run it; the spectral norm beside them."""
 
-from .planner import Decision, plan_jacobian
-from .pricing import price
+from .planner import Decision, plan_jacobian, price, price_sweeps
 from .programs import SpectralProgram
 
 __all__ = [
@@ -10,4 +9,5 @@ __all__ = [
     "SpectralProgram",
     "plan_jacobian",
     "price",
+    "price_sweeps",
 ]

@@ -1,8 +1,22 @@
-"""Fused formulas: a package per family (attention, standardisation, depthwise, pointwise), and here
-what they share with the rest: products in other forms, and how a kernel is to be called now."""
+"""Formulas computed better than operation by operation: attention, standardisation, depthwise,
+strided and locally connected products, curvature of activations; and how a kernel is to be called
+now."""
 
-from .locally_connected import local_product, local_transpose, local_weight_adjoint
-from .mode import (
+from .attention import (
+    BITS,
+    CUDNN,
+    EFFICIENT,
+    FLASH,
+    MATH,
+    Dropout,
+    attention_backward,
+    attention_forward,
+    attention_second,
+    attention_tangent,
+    recovered,
+)
+from .depthwise import Depthwise, Part, taps_first
+from .launch import (
     BOUNDARY,
     batched,
     boundary,
@@ -16,19 +30,49 @@ from .mode import (
     opaque,
     recording,
 )
-from .rows import affine_rows, times
-from .strided import Strided, pays
+from .locally_connected import local_product, local_transpose, local_weight_adjoint
+from .pointwise import cleared, curvature, fused_curvature, second
+from .standardisation import (
+    Groups,
+    Point,
+    affine,
+    second_now,
+    standardise,
+    standardise_again,
+    standardise_backward,
+    standardise_second,
+    statistics,
+)
+from .strided import Strided, affine_rows, pays, times
 
 __all__ = [
+    "BITS",
     "BOUNDARY",
+    "CUDNN",
+    "EFFICIENT",
+    "FLASH",
+    "MATH",
+    "Depthwise",
+    "Dropout",
+    "Groups",
+    "Part",
+    "Point",
     "Strided",
+    "affine",
     "affine_rows",
+    "attention_backward",
+    "attention_forward",
+    "attention_second",
+    "attention_tangent",
     "batched",
     "boundary",
+    "cleared",
     "compiling",
+    "curvature",
     "direct",
     "eager",
     "for_compiler",
+    "fused_curvature",
     "fusing",
     "library",
     "local_product",
@@ -38,5 +82,14 @@ __all__ = [
     "opaque",
     "pays",
     "recording",
+    "recovered",
+    "second",
+    "second_now",
+    "standardise",
+    "standardise_again",
+    "standardise_backward",
+    "standardise_second",
+    "statistics",
+    "taps_first",
     "times",
 ]

@@ -1,16 +1,21 @@
-"""Triton where it is installed, and its kernels launched again without looking them up.
+"""How a kernel is called: in which form, and with how little work for the host.
 
-Triton reads the type, value and alignment of every argument at every launch to find the compiled
-kernel, which for the twenty or more arguments here takes longer than a small kernel runs. A
-`Launch` knows all but the tensors, and keeps what Triton found for the first ones. Callers keep
-their launches by the looks of their tensors, with `planned`. Pointers off a 16-byte boundary, for
-which Triton compiles another kernel, take its own way.
+Eager sweeps launch a kernel. Sweeps flattened for replay record it as one operator of the library
+`doubleback`. Sweeps flattened for a compiler write the formula out, which it fuses with what stands
+beside it.
+
+Triton, where it is installed, reads the type, value and alignment of every argument at every launch
+to find the compiled kernel, which for the twenty or more arguments here takes longer than a small
+kernel runs. A `Launch` knows all but the tensors, and keeps what Triton found for the first ones.
+Callers keep their launches by the looks of their tensors, with `planned`. Pointers off a 16-byte
+boundary, for which Triton compiles another kernel, take its own way.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +23,130 @@ import torch
 from torch import Tensor
 
 from .. import _torch
+from .._torch import (
+    TorchDispatchModeKey,
+    dispatch_tls_is_dispatch_key_included,
+    get_dispatch_mode,
+    get_proxy_mode,
+    is_functorch_wrapped_tensor,
+    len_torch_dispatch_stack,
+    parse_dispatch_key,
+)
+
+# In which form -----------------------------------------------------------------------------------
+
+
+_fusing = False
+
+
+@contextmanager
+def for_compiler() -> Iterator[None]:
+    """Inside, rules write formulas out instead of calling kernels."""
+    global _fusing
+    before, _fusing = _fusing, True
+    try:
+        yield
+    finally:
+        _fusing = before
+
+
+def compiling() -> bool:
+    """Whether torch.compile reads this very code."""
+    return torch.compiler.is_compiling()
+
+
+def fusing() -> bool:
+    """Whether the sweeps are being flattened for a compiler."""
+    return _fusing or compiling()
+
+
+def recording() -> bool:
+    """Whether the sweeps are being flattened, or run on fake tensors to be priced."""
+    fake = get_dispatch_mode(TorchDispatchModeKey.FAKE)
+    return fake is not None or get_proxy_mode() is not None
+
+
+def traced() -> bool:
+    """Whether what is computed now is recorded, or has no numbers: there is nothing to read."""
+    return compiling() or any(get_dispatch_mode(key) is not None for key in _TRACERS)
+
+
+_TRACERS = (
+    TorchDispatchModeKey.FAKE,
+    TorchDispatchModeKey.FUNCTIONAL,
+    TorchDispatchModeKey.PROXY,
+)
+
+
+def watched() -> bool:
+    """Whether torch.compile or a mode of any kind sees each operator that runs now."""
+    return compiling() or len_torch_dispatch_stack() > 0
+
+
+def eager(*tensors: Tensor | None) -> bool:
+    """Whether these are plain tensors, computed with now and not recorded by a tracer."""
+    if traced():
+        return False
+    plain = (Tensor, torch.nn.Parameter)
+    wrapped = is_functorch_wrapped_tensor
+    return not batched() and all(
+        t is None or (type(t) in plain and not wrapped(t)) for t in tensors
+    )
+
+
+_BATCHED: Any = parse_dispatch_key("VmapMode")
+
+
+def batched() -> bool:
+    """Whether a backward pass runs on many cotangents at once (`is_grads_batched`, `vectorize`):
+    PyTorch's older vmap, which no interpreter of torch.func knows of."""
+    return dispatch_tls_is_dispatch_key_included(_BATCHED)
+
+
+library = torch.library.Library("doubleback", "FRAGMENT")
+
+
+def opaque(schema: str, launch, fake) -> None:
+    """Define `doubleback::…` with its kernel (on a CPU: in Triton's interpreter) and the shapes
+    of its results."""
+    name = schema.partition("(")[0]
+    library.define(schema)
+    for key in ("CUDA", "CPU"):
+        library.impl(name, launch, key)
+    torch.library.register_fake(f"doubleback::{name}", fake, lib=library)
+    op = getattr(torch.ops.doubleback, name).default
+
+    def call(*args: Any) -> Any:
+        return op(*args) if len_torch_dispatch_stack() else launch(*args)
+
+    direct[op] = call
+
+
+direct: dict[Any, Callable] = {}  # operator → the same without PyTorch's dispatcher, where it can
+
+
+def on_cuda(*tensors: Tensor | None) -> bool:
+    return all(t is None or t.is_cuda for t in tensors)
+
+
+# Where sweeps begin ------------------------------------------------------------------------------
+
+library.define("boundary(Tensor(a!) t) -> ()")
+library.impl("boundary", lambda t: None, "CompositeExplicitAutograd")
+BOUNDARY = torch.ops.doubleback.boundary.default
+
+
+def boundary(tensors: Iterable[Tensor | None]) -> None:
+    """Another sweep begins, from these tensors: what it reads of the ones before is computed by
+    then, and held (inductor.py)."""
+    if _fusing:
+        first = next((t for t in tensors if t is not None), None)
+        if first is not None:
+            BOUNDARY(first)
+
+
+# Triton's launches -------------------------------------------------------------------------------
+
 
 try:
     triton: Any = importlib.import_module("triton")
@@ -63,12 +192,12 @@ def look(t: Tensor | None) -> Any:
 
 def planned(plans: dict[Any, Any], key: Any, make: Callable[[], Any]) -> Any:
     """The plan under `key`, made when first asked for."""
-    found = plans.get(key)
-    if found is None:
+    plan = plans.get(key)
+    if plan is None:
         if len(plans) >= MOST:
             plans.clear()
-        found = plans[key] = make()
-    return found
+        plan = plans[key] = make()
+    return plan
 
 
 class Launch:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from ..dtypes import accumulation
-from .mode import library
+from .launch import library
 
 PARTS = 4  # chunks that the patches are taken in …
 LEAST = 2**22  # … unless all of them are smaller than so many bytes

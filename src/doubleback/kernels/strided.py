@@ -1,5 +1,10 @@
-"""Strided convolutions as what a GPU does well: matrix products, or stride 1 on more channels.
+"""Products in a form that PyTorch multiplies faster: rows of a matrix, strided convolutions.
 
+A product of (…, n) with a matrix becomes one product of rows. Where the leading axes cannot be
+viewed as one, PyTorch multiplies each matrix of the batch by itself, and a compiler writes out a
+copy of the weight for each of them; copying the rows together first costs one pass over them.
+
+A strided convolution becomes what a GPU does well: matrix products, or stride 1 on more channels.
 With k = s·a + b, a kernel of size K at stride s is one of size A = ⌈K/s⌉ at stride 1 on the s²
 times as many channels that the image has when its s×s blocks become channels:
 
@@ -23,7 +28,36 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .rows import affine_rows, times
+# Products of rows --------------------------------------------------------------------------------
+
+
+def times(x: Tensor, matrix: Tensor) -> Tensor:
+    """x @ matrix.
+
+    >>> import torch
+    >>> times(torch.ones(2, 3, 5, 4).transpose(1, 2), torch.ones(4, 6)).shape
+    torch.Size([2, 5, 3, 6])
+    """
+    if x.dim() < 3 or matrix.dim() != 2 or x.is_contiguous():
+        return x @ matrix
+    return (x.reshape(-1, x.shape[-1]) @ matrix).view(*x.shape[:-1], matrix.shape[-1])
+
+
+def affine_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x Wᵀ + b.
+
+    >>> import torch
+    >>> affine_rows(torch.ones(2, 3, 5, 4).transpose(1, 2), torch.ones(6, 4), None).shape
+    torch.Size([2, 5, 3, 6])
+    """
+    if x.dim() < 3 or x.is_contiguous():
+        return F.linear(x, weight, bias)
+    rows = F.linear(x.reshape(-1, x.shape[-1]), weight, bias)
+    return rows.view(*x.shape[:-1], weight.shape[0])
+
+
+# Strided convolutions ----------------------------------------------------------------------------
+
 
 aten = torch.ops.aten
 FEW = 4  # channels
@@ -134,12 +168,12 @@ class Strided:
         folded = self.fold(x)
         if self.dense:
             rows = y.permute(0, 2, 3, 1).reshape(-1, self.after)
-            found = rows.t() @ folded.reshape(-1, folded.shape[-1])
-            return self.unfilters(found[:, :, None, None]), total
+            product = rows.t() @ folded.reshape(-1, folded.shape[-1])
+            return self.unfilters(product[:, :, None, None]), total
         like = _unread(y, (self.after, folded.shape[-1], *self.taps))
         folded = folded.permute(0, 3, 1, 2)
-        found = aten.convolution_backward(y, folded, like, None, *_UNIT, [False, True, False])[1]
-        return self.unfilters(found), total
+        product = aten.convolution_backward(y, folded, like, None, *_UNIT, [False, True, False])[1]
+        return self.unfilters(product), total
 
 
 def _filled(channels: int, pixels: int) -> int:

@@ -15,12 +15,15 @@ from .paths import (
     Direction,
     InputLine,
     Path,
+    Polytopes,
+    Region,
     Unit,
+    Window,
     before_kinks,
     follow,
+    partition,
     random_direction,
 )
-from .polytopes import Polytopes, Region, Window, partition
 from .verdict import Roughness, Verdict, fit_exponent, judge, roughness
 
 __all__ = [

@@ -1,23 +1,37 @@
 """Quantities along a followed path as piecewise polynomials: outputs, gradients, penalties.
 
-On each piece a quantity is sampled at Chebyshev–Lobatto nodes, both ends included, with the
-pattern of the piece held fixed. Where its degree is known the polynomial through the samples *is*
-the quantity (`exact`); otherwise it is an interpolant, of degree eight where pieces are few and
-long and of degree two where they are many and short, and exact at both ends, so that jump heights
-are exact in any case.
+On each piece a quantity is sampled at Chebyshev–Lobatto nodes, both ends included, with the pattern
+of the piece held fixed. Where its degree is known the polynomial through the samples *is* the
+quantity (`exact`); otherwise it is an interpolant, of degree eight where pieces are few and long
+and of degree two where they are many and short, and exact at both ends, so that jump heights are
+exact in any case.
+
+They come from values and derivatives *on* a piece: one-sided limits, with the pattern of the piece
+held fixed.
+
+At a place s of a row three numbers travel forward per value: u at the middle of the row (it fixes
+masks and winners), u at s, and ∂ₛu. Two travel back per cotangent, ξ and ∂ₛξ:
+
+    linear     ξ_u = Aᵀξ                       ∂ξ_u = Aᵀ∂ξ
+    product    ξ_u = Bᵀ(w, ξ)                  ∂ξ_u = Bᵀ(w, ∂ξ) + Bᵀ(∂w, ξ)
+    kink       ξ_u = T*ξ, T of the middle      ∂ξ_u = T*∂ξ
+
+So J*v and ∂ₛ(J*v) are exact up to the very ends of a piece, where autograd would see a tie.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import InputError
+from ..graph import Node
 from ..penalties import (
     Jacobian,
     LossGradient,
@@ -27,9 +41,369 @@ from ..penalties import (
     SquaredError,
     SquaredNorm,
 )
-from .jets import Jets
+from ..rules import Call, Rule
+from .network import Motion, Network, factors, mapped, partner, passes_through, run_fixed, run_rows
 from .paths import Path, moving_leaves
-from .roots import horner
+from .pieces import horner, propagate
+
+# -------------------------------------------------------------- values and derivatives on a piece
+
+
+@dataclass(frozen=True)
+class Jet:
+    """Values of one node's output on rows; `slope` None: it does not move."""
+
+    mid: Tensor
+    at: Tensor
+    slope: Tensor | None
+
+
+@dataclass(frozen=True)
+class Shared:
+    """A parameter along the path: coefficients in s, the same for every row."""
+
+    coefficients: tuple[Tensor, ...]
+
+
+class Jets:
+    """Forward jets of rows of a path; `pull` gives J*v and its derivative.
+
+    example: (N,) which example; mid, at: (N,) normalised coordinates; moving: leaves of the whole
+    batch as (constant, slope).
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        motion: Motion,
+        x: Tensor,
+        moving: Mapping[int, tuple[Tensor, Tensor]],
+        example: Tensor,
+        mid: Tensor,
+        at: Tensor,
+    ) -> None:
+        self.network, self.motion, self.mid, self.at = network, motion, mid, at
+        self.values: dict[int, Jet | Shared] = {}
+        fixed = run_fixed(network, {**moving, network.x: None})
+        self.values.update({v: Shared((t,)) for v, t in fixed.items()})
+        plain = dict(fixed)
+        for v, (base, slope) in moving.items():
+            if v != network.x:
+                self.values[v] = Shared((base, slope))
+                continue
+            base, slope = base[example].unsqueeze(1), slope[example].unsqueeze(1)
+            self.values[v] = Jet(
+                base + _lay(mid, base) * slope, base + _lay(at, base) * slope, slope
+            )
+        # what does not move is computed once per example, then handed to its rows
+        few, place = example.unique(return_inverse=True)
+        if network.x not in moving:
+            plain[network.x] = x[few].unsqueeze(1)
+            self.values[network.x] = _still(plain[network.x], place)
+        for node in network.nodes:
+            if motion.moves(node):
+                self._forward(node)
+            elif node.outputs[0] in network.active:
+                run_rows(network, node, plain)
+                for v in node.outputs:
+                    self.values[v] = _still(plain[v], place)
+
+    @property
+    def out(self) -> tuple[Tensor, Tensor]:
+        """z and ∂ₛz, (N, …)."""
+        jet = self.values[self.network.out]
+        assert isinstance(jet, Jet)
+        slope = torch.zeros_like(jet.at) if jet.slope is None else jet.slope
+        return jet.at.squeeze(1), slope.squeeze(1)
+
+    # -------------------------------------------------------------------------- forward
+
+    def _forward(self, node: Node) -> None:
+        inputs = [self.values[v] for v in node.inputs]
+        if all(isinstance(i, Shared) for i in inputs) and node.index not in self.motion.kinks:
+            self._shared(node, inputs)  # type: ignore[arg-type]
+            return
+        rule = self.network.rules[node.index]
+        if node.index in self.motion.kinks:
+            fn, inputs = self._kink, [self._spread(i) for i in inputs]
+        elif factors(rule, node) is not None:
+            fn = self._product
+        else:
+            fn, inputs = self._linear, [self._spread(i) for i in inputs]
+        rows, shared = _apart(inputs)
+
+        def one(rows: Any, shared: Any) -> list:
+            return fn(node, _together(rows[0], shared), rows[1])
+
+        jets = mapped(one, [rows, [self.at, self.mid]], shared)
+        for v, jet in zip(node.outputs, jets, strict=True):
+            if jet is not None:
+                self.values[v] = Jet(*jet)
+
+    def _shared(self, node: Node, inputs: Sequence[Shared]) -> None:
+        outputs = propagate(self.network, node, [i.coefficients for i in inputs])
+        for v, coefficients in zip(node.outputs, outputs, strict=True):
+            self.values[v] = Shared(tuple(coefficients))
+
+    def _spread(self, value: Jet | Shared) -> Jet | Shared:
+        """A moving parameter that is added, or bends, as one value per row."""
+        if isinstance(value, Jet) or len(value.coefficients) == 1:
+            return value
+        c = value.coefficients
+        derivative = [k * part for k, part in enumerate(c)][1:]
+        mid, at, slope = (
+            horner(part, _lay_new(s, c[0])) for part, s in
+            ((c, self.mid), (c, self.at), (derivative, self.at))
+        )  # fmt: skip
+        return Jet(mid, at, slope.expand_as(at))
+
+    def _linear(self, node: Node, inputs: Sequence, _: Any) -> list:
+        if passes_through(node):
+            return [inputs[0]]
+        network, rule = self.network, self.network.rules[node.index]
+        mid = network.forward(node, [i[0] for i in inputs]).out
+        call = network.forward(node, [i[1] for i in inputs])
+        slope = rule.tangent(call, [i[2] for i in inputs])
+        return _zip(node, mid, call.out, slope)
+
+    def _kink(self, node: Node, inputs: Sequence, _: Any) -> list:
+        rule = self.network.rules[node.index]
+        call = self.network.forward(node, [i[0] for i in inputs])
+        offset = rule.tangent(call, [i[1] - i[0] for i in inputs])
+        slope = rule.tangent(call, [i[2] for i in inputs])
+        first = (call.out, offset, slope)
+        mid, shift, slope = ((f[0] if node.many else f) for f in first)
+        return [[mid, mid + shift, slope], *[None] * (len(node.outputs) - 1)]
+
+    def _product(self, node: Node, inputs: Sequence, places: Sequence[Tensor]) -> list:
+        """B(u, w) + c with parameters as polynomials: Σ_k s^k B(u, w_k)."""
+        rule = self.network.rules[node.index]
+        at, mid = places
+
+        def value(channel: int, s: Tensor) -> Tensor:
+            return self._combine(node, rule, inputs, [(channel, channel, 0)], s)
+
+        slope = self._combine(node, rule, inputs, [(2, 1, 0), (1, 2, 1)], at)
+        if slope is not None:  # the tangent of a bias may be smaller than the output
+            slope = slope.expand(self.network.graph.shape(node.outputs[0]))
+        return [[value(0, mid), value(1, at), slope]]
+
+    def _combine(self, node: Node, rule: Any, inputs: Sequence, terms: Sequence, s: Tensor) -> Any:
+        """Σ over (channel of u, channel of w, derivative of w's polynomial) of B(u, w)."""
+        pair = factors(rule, node)
+        assert pair is not None
+        i, j = pair
+        total = None
+        for first, second, order in terms:
+            u_parts = _weighted(inputs[i], first, int(first == 2), s)
+            w_parts = _weighted(inputs[j], second, order, s)
+            for factor_u, u in u_parts:
+                for factor_w, w in w_parts:
+                    others: list = [_any(part) for part in inputs]
+                    others[j] = w
+                    along: list = [None] * len(inputs)
+                    along[i] = u
+                    term = rule.tangent(self.network.call(node, others), along)
+                    total = _plus(total, _times(_times(term, factor_u), factor_w))
+        channel = 2 if len(terms) > 1 else terms[0][0]
+        for slot, part in enumerate(inputs):
+            if slot in (i, j):
+                continue
+            for factor, c in _weighted(part, channel, int(channel == 2), s):
+                along = [None] * len(inputs)
+                along[slot] = c if factor is None else c * factor
+                call = self.network.call(node, [_any(p) for p in inputs])
+                total = _plus(total, rule.tangent(call, along))
+        return total
+
+    # ------------------------------------------------------------------------- backward
+
+    def pull(self, v: Tensor, dv: Tensor | None) -> tuple[Tensor, Tensor]:
+        """J*v and ∂ₛ(J*v) for a seed of the output's shape and its derivative, (N, …)."""
+        network = self.network
+        xi: dict[int, list] = {
+            network.out: [v.unsqueeze(1), None if dv is None else dv.unsqueeze(1)]
+        }
+        for node in reversed(network.nodes):
+            parts = [xi.pop(o, None) for o in node.outputs]
+            if not any(part is not None for part in parts) or passes_through(node):
+                continue
+            wanted = [o in network.active for o in node.inputs]
+            if not any(wanted):
+                continue
+            rows, shared = _apart([self.values[o] for o in node.inputs])
+
+            def one(rows: Any, shared: Any, node: Node = node, wanted: list = wanted) -> list:
+                return self._backward(node, _together(rows[0], shared), rows[1], rows[2], wanted)
+
+            pulled = mapped(one, [rows, parts, self.at], shared)
+            for value, pair, want in zip(node.inputs, pulled, wanted, strict=True):
+                if want and pair is not None:
+                    old = xi.get(value, [None, None])
+                    xi[value] = [_plus(a, b) for a, b in zip(old, pair, strict=True)]
+        pulled = xi.get(network.x)
+        like = self.values[network.x]
+        assert isinstance(like, Jet)
+        zero = torch.zeros_like(like.at)
+        pair = [zero if part is None else part for part in (pulled or [None, None])]
+        return pair[0].squeeze(1), pair[1].squeeze(1)
+
+    def _backward(self, node: Node, inputs: Sequence, parts: list, s: Tensor, wanted: list) -> list:
+        rule, network = self.network.rules[node.index], self.network
+        values, slopes = (
+            _gather(node, [None if p is None else p[k] for p in parts]) for k in (0, 1)
+        )
+        if factors(rule, node) is not None:
+            return self._product_backward(node, inputs, values, slopes, s, wanted)
+        pull: Callable[[Any], Sequence]
+        if node.index in self.motion.kinks:
+            call = network.forward(node, [_any(i, 0) for i in inputs])
+            pull = partial(_pull, rule, call, wanted)
+        else:
+            pull = _vjp(network, node, [_any(i) for i in inputs], wanted)
+        columns = [[None] * len(inputs) if y is None else pull(y) for y in (values, slopes)]
+        return [list(pair) for pair in zip(*columns, strict=True)]
+
+    def _product_backward(
+        self, node: Node, inputs: Sequence, xi: Any, dxi: Any, s: Tensor, wanted: list
+    ) -> list:
+        rule = self.network.rules[node.index]
+        pairs: list = []
+        for slot, want in enumerate(wanted):
+            other = partner(rule, node, slot)
+            if not want:
+                pairs.append(None)
+                continue
+            only = [i == slot for i in range(len(wanted))]
+
+            def adjoint(y: Any, channel: int, order: int, slot=slot, other=other, only=only) -> Any:
+                """Bᵀ(w, y), or Bᵀ(∂w, y) for order 1."""
+                total = None
+                parts = [(None, None)] if other is None else _weighted(
+                    inputs[other], channel, order, s
+                )  # fmt: skip
+                for factor, w in parts if y is not None else ():
+                    others: list = [_any(part) for part in inputs]
+                    if other is not None:
+                        others[other] = w
+                    grad = rule.backward(self.network.call(node, others), y, only)[slot]
+                    total = _plus(total, _times(grad, factor))
+                return total
+
+            turned = adjoint(xi, 2, 1) if other is not None else None
+            pairs.append([adjoint(xi, 1, 0), _plus(adjoint(dxi, 1, 0), turned)])
+        return pairs
+
+
+# ------------------------------------------------------------------------------- helpers
+
+
+def _still(value: Tensor, place: Tensor) -> Jet:
+    rows = value.index_select(0, place)
+    return Jet(rows, rows, None)
+
+
+def _lay(s: Tensor, like: Tensor) -> Tensor:
+    return s.reshape(-1, *(1,) * (like.dim() - 1))
+
+
+def _lay_new(s: Tensor, like: Tensor) -> Tensor:
+    return s.reshape(-1, *(1,) * like.dim())
+
+
+def _apart(values: Sequence[Jet | Shared | None]) -> tuple[list, list]:
+    """Jets as rows (lists of three), shared parameters as tuples of coefficients."""
+    rows = [[v.mid, v.at, v.slope] if isinstance(v, Jet) else None for v in values]
+    shared = [v.coefficients if isinstance(v, Shared) else None for v in values]
+    return rows, shared
+
+
+def _together(rows: Sequence, shared: Sequence) -> list:
+    """Per input [mid, at, slope]; a parameter that does not move is the same in all places; one
+    that moves stays a tuple of coefficients."""
+    together = []
+    for row, coefficients in zip(rows, shared, strict=True):
+        if row is not None or coefficients is None:
+            together.append(row)
+        elif len(coefficients) == 1:
+            together.append([coefficients[0], coefficients[0], None])
+        else:
+            together.append(tuple(coefficients))
+    return together
+
+
+def _any(part: Any, channel: int = 1) -> Tensor:
+    return part[0] if isinstance(part, tuple) else part[channel]
+
+
+def _weighted(part: Any, channel: int, order: int, s: Tensor) -> list[tuple[Any, Tensor]]:
+    """A factor of a product as Σ factor · tensor: one term of a jet, or the powers of s."""
+    if not isinstance(part, tuple):
+        return [] if part[channel] is None else [(None, part[channel])]
+    if order == 0:
+        return [(None if k == 0 else s**k, c) for k, c in enumerate(part)]
+    return [(None if k == 1 else k * s ** (k - 1), c) for k, c in enumerate(part) if k > 0]
+
+
+def _plus(a: Any, b: Any) -> Any:
+    if a is None:
+        return b
+    return a if b is None else a + b
+
+
+def _times(term: Any, factor: Any) -> Any:
+    return term if factor is None or term is None else term * factor
+
+
+def _zip(node: Node, mid: Any, at: Any, slope: Any) -> list:
+    if not node.many:
+        return [[mid, at, slope]]
+    slopes = [None] * len(node.outputs) if slope is None else slope
+    return [[a, b, c] for a, b, c in zip(mid, at, slopes, strict=True)]
+
+
+def _pull(rule: Rule, call: Call, wanted: Sequence[bool], y: Any) -> Sequence:
+    return rule.backward(call, y, wanted)
+
+
+def _vjp(
+    network: Network, node: Node, inputs: Sequence[Tensor], wanted: Sequence[bool]
+) -> Callable[[Any], list]:
+    """(∂F)* of a node that is linear, or does not move, by a transform that `vmap` can enter."""
+    slots = [i for i, want in enumerate(wanted) if want]
+
+    def run(*parts: Tensor) -> tuple:
+        whole = list(inputs)
+        for slot, part in zip(slots, parts, strict=True):
+            whole[slot] = part
+        out = network.call(node, whole).apply(whole)
+        return tuple(out) if node.many else (out,)
+
+    outs, pull = torch.func.vjp(run, *(inputs[i] for i in slots))[:2]
+
+    def pulled(y: Any) -> list:
+        parts = y if node.many else (y,)
+        filled = tuple(
+            torch.zeros_like(out) if part is None else part
+            for out, part in zip(outs, parts, strict=True)
+        )
+        grads, by_slot = pull(filled), [None] * len(inputs)
+        for slot, grad in zip(slots, grads, strict=True):
+            by_slot[slot] = grad
+        return by_slot
+
+    return pulled
+
+
+def _gather(node: Node, parts: list) -> Any:
+    """The cotangent as the node's rule wants it, None where all of it is zero."""
+    if all(part is None for part in parts):
+        return None
+    return tuple(parts) if node.many else parts[0]
+
+
+# ----------------------------------------------------------------------------------------- curves
+
 
 SMOOTH = ((16, 8), (64, 4), (math.inf, 2))  # up to so many pieces per example, this degree
 HIGHEST = 16  # degree up to which a polynomial is recovered from its samples
@@ -92,8 +466,8 @@ class Piecewise:
         """Every example at each t: (M, T)."""
         parts = []
         for chunk in torch.arange(self.path.examples).split(max(1, BUDGET // max(len(t), 1))):
-            found = self(t.repeat(len(chunk)), chunk.repeat_interleave(len(t)))
-            parts.append(found.reshape(len(chunk), -1))
+            values = self(t.repeat(len(chunk)), chunk.repeat_interleave(len(t)))
+            parts.append(values.reshape(len(chunk), -1))
         return torch.cat(parts)
 
     def mean(self, t: Tensor) -> Tensor:

@@ -2,25 +2,181 @@
 
 A *row* is one example on one interval of the path on which everything computed so far is a
 polynomial. Rows enter a linear node or a product as polynomials and leave as polynomials; a kink
-first cuts every row where one of its units changes region, then is linear on each part. So the
-rows after the last node are the pieces, and no step of a sweep along the path is ever taken.
+first cuts every row where one of its units changes region, then is linear on each part. So the rows
+after the last node are the pieces, and no step of a sweep along the path is ever taken.
 
-Values that the path does not reach are computed once per example, those before the first kink
-once per example too: rows multiply only behind the kinks that cut them.
+Values that the path does not reach are computed once per example, those before the first kink once
+per example too: rows multiply only behind the kinks that cut them.
+
+Cuts are roots of polynomials, every one of many at once: in closed form for lines, isolated by
+Descartes' rule of signs in the Bernstein basis and then bisected for higher degrees.
+
+    p(a + (b − a)u) = Σ_j β_j C(D, j) u^j (1 − u)^{D−j}
+
+The number of roots in (a, b) is at most the number of sign changes in β₀ … β_D, and equal to it
+when that is 0 or 1. An interval with more is cut until each part has 0 or 1: no root is missed, up
+to the rounding of β itself. Roots of even multiplicity change no sign and are not reported.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import comb
 
 import torch
 from torch import Tensor
 
 from ..graph import Node
-from .motion import Kink, Motion, Rivals, Thresholds, factors, passes_through
-from .network import Network, mapped, run_fixed, run_rows
-from .roots import find_roots, horner
+from .network import (
+    Kink,
+    Motion,
+    Network,
+    Rivals,
+    Thresholds,
+    factors,
+    mapped,
+    passes_through,
+    run_fixed,
+    run_rows,
+)
+
+# ------------------------------------------------------------------------------------------ roots
+
+
+CUT = 0.4857142857142857  # off the middle: symmetric polynomials have roots there
+NARROW = 1e-14  # intervals of the normalised coordinate are not cut below this width
+
+
+def horner(coefficients: Sequence[Tensor], s: Tensor) -> Tensor:
+    """Σ_k c_k s^k."""
+    total = coefficients[-1]
+    for c in reversed(coefficients[:-1]):
+        total = total * s + c
+    return total
+
+
+def find_roots(coefficients: Sequence[Tensor], lo: Tensor, hi: Tensor) -> tuple[Tensor, Tensor]:
+    """Sign changes inside (lo, hi) of the polynomials Σ_k c_k s^k.
+
+    coefficients: D+1 tensors of one shape S; lo, hi: broadcast to S. Returns flat indices into S
+    and the roots, in no order; a polynomial may appear several times.
+
+    >>> find_roots([torch.tensor([-1.0, 1.0]), torch.tensor([2.0, 0.0])], *torch.tensor([0.0, 1.0]))
+    (tensor([0]), tensor([0.5000]))
+    """
+    shape = coefficients[0].shape
+    lo, hi = lo.expand(shape), hi.expand(shape)
+    if len(coefficients) == 1:
+        return lo.new_empty(0, dtype=torch.long), lo.new_empty(0)
+    if len(coefficients) == 2:
+        left, right = (horner(coefficients, end) for end in (lo, hi))
+        places = ((left < 0) & (right > 0) | (left > 0) & (right < 0)).nonzero(as_tuple=True)
+        c0, c1 = (c[places] for c in coefficients)
+        return _flat(places, shape), torch.clamp(-c0 / c1, lo[places], hi[places])
+    middle, half = (lo + hi) / 2, (hi - lo) / 2
+    local = _shifted(coefficients, middle, half)
+    spread = sum(c.abs() for c in local[1:])
+    index = (local[0].abs() <= spread).flatten().nonzero().squeeze(1)  # |p(mid)| > spread: none
+    picked = [c.flatten()[index] for c in coefficients]
+    a, b = lo.flatten()[index], hi.flatten()[index]
+    return _isolate(_bernstein(picked, a, b), a, b, index)
+
+
+def _flat(places: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
+    index = torch.zeros_like(places[0])
+    for place, size in zip(places, shape, strict=True):
+        index = index * size + place
+    return index
+
+
+def _shifted(coefficients: Sequence[Tensor], at: Tensor, scale: Tensor) -> list[Tensor]:
+    """Coefficients in u of p(at + scale·u), by repeated synthetic division."""
+    shifted = list(coefficients)
+    n = len(shifted)
+    for start in range(n - 1):
+        for k in range(n - 2, start - 1, -1):
+            shifted[k] = shifted[k] + at * shifted[k + 1]
+    return [c * scale**k for k, c in enumerate(shifted)]
+
+
+def _bernstein(coefficients: Sequence[Tensor], a: Tensor, b: Tensor) -> Tensor:
+    """β_j = Σ_{k≤j} C(j,k)/C(D,k) q_k with q the coefficients on [a, b]: (N, D+1)."""
+    q = _shifted(coefficients, a, b - a)
+    degree = len(q) - 1
+    columns = [
+        torch.stack([comb(j, k) / comb(degree, k) * q[k] for k in range(j + 1)]).sum(0)
+        for j in range(degree + 1)
+    ]
+    return torch.stack(columns, 1)
+
+
+def _variations(beta: Tensor) -> Tensor:
+    """Sign changes along each row, zeros left out."""
+    sign = torch.sign(beta)
+    last, count = sign[:, 0], torch.zeros_like(sign[:, 0])
+    for column in sign.unbind(1)[1:]:
+        count = count + (column * last < 0)
+        last = torch.where(column != 0, column, last)
+    return count
+
+
+def _cut(beta: Tensor) -> tuple[Tensor, Tensor]:
+    """de Casteljau: the same polynomials on the two parts of the interval."""
+    left, right, rows = [], [], beta
+    while rows.shape[1] > 0:
+        left.append(rows[:, 0])
+        right.append(rows[:, -1])
+        rows = (1 - CUT) * rows[:, :-1] + CUT * rows[:, 1:]
+    return torch.stack(left, 1), torch.stack(right[::-1], 1)
+
+
+def _isolate(beta: Tensor, a: Tensor, b: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+    root_index, roots = [], []
+    while len(index):
+        changes = _variations(beta)
+        narrow = b - a < NARROW
+        single = (changes == 1) | (narrow & (beta[:, 0] * beta[:, -1] < 0))
+        root_index.append(index[single])
+        roots.append(_bisect(beta[single], a[single], b[single]))
+        more = (changes > 1) & ~narrow
+        beta, a, b, index = beta[more], a[more], b[more], index[more]
+        left, right = _cut(beta)
+        c = a + CUT * (b - a)
+        hit = left[:, -1] == 0  # the cut itself is a root
+        root_index.append(index[hit])
+        roots.append(c[hit])
+        beta = torch.cat([left, right])
+        a, b, index = torch.cat([a, c]), torch.cat([c, b]), torch.cat([index, index])
+    if not roots:
+        return index, a
+    return torch.cat(root_index), torch.cat(roots)
+
+
+def _bisect(beta: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """The one root of each, halving the bracket until it has no inner number left."""
+    degree = beta.shape[1] - 1
+    binomial = beta.new_tensor([comb(degree, j) for j in range(degree + 1)])
+    powers = torch.arange(degree + 1)
+
+    def value(u: Tensor) -> Tensor:
+        u = u[:, None]
+        return (beta * binomial * u**powers * (1 - u) ** (degree - powers)).sum(1)
+
+    sign = torch.sign(beta)
+    first = torch.zeros(len(beta), dtype=beta.dtype)
+    for column in sign.unbind(1):  # the sign to the left of the root: the first that is not zero
+        first = torch.where(first == 0, column, first)
+    low, high = torch.zeros_like(a), torch.ones_like(a)
+    for _ in range(60):
+        middle = (low + high) / 2
+        left = torch.sign(value(middle)) == first
+        low, high = torch.where(left, middle, low), torch.where(left, high, middle)
+    return a + (b - a) * (low + high) / 2
+
+
+# ----------------------------------------------------------------------------------------- pieces
+
 
 LIMIT = 2**25  # numbers in the largest polynomial of one chunk
 
@@ -161,15 +317,15 @@ class _PieceRun:
             points, middle = rows[1], rows[2]
             coefficients = either(rows[0], shared)
             call = network.forward(node, points)
-            found = []
+            powers = []
             for k in range(0 if homogeneous else 1, degree + 1):
                 q = [c[k] if k < len(c) else None for c in coefficients]
                 out = rule.tangent(call, q)
-                found.append(out[0] if node.many else out)
+                powers.append(out[0] if node.many else out)
             if not homogeneous:
                 value = call.out[0] if node.many else call.out
-                found.insert(0, value - middle * horner(found, middle))
-            return [found, *[None] * (len(node.outputs) - 1)]
+                powers.insert(0, value - middle * horner(powers, middle))
+            return [powers, *[None] * (len(node.outputs) - 1)]
 
         rows, shared = apart(lifted, inputs)
         outputs = mapped(one, [rows, at_mid, mid], shared)
@@ -187,7 +343,7 @@ def propagate(
     if passes_through(node):
         return [list(inputs[0])]
     call = network.forward(node, [c[0] for c in inputs])
-    found = [[part] for part in (call.out if node.many else (call.out,))]
+    columns = [[part] for part in (call.out if node.many else (call.out,))]
     pair = factors(rule, node)
     degree = _product_degree(inputs, pair)
     for k in range(1, degree + 1):
@@ -209,9 +365,9 @@ def propagate(
                 term = rule.tangent(network.call(node, others), along)
                 total = term if total is None else total + term
         assert total is not None
-        for column, part in zip(found, total if node.many else (total,), strict=True):
+        for column, part in zip(columns, total if node.many else (total,), strict=True):
             column.append(part.expand(column[0].shape))  # the tangent of a bias may be smaller
-    return found
+    return columns
 
 
 def _product_degree(inputs: Sequence[Sequence[Tensor]], pair: tuple[int, int] | None) -> int:
@@ -328,8 +484,8 @@ def evaluate(coefficients: Sequence[Tensor], s: Tensor, rows: bool) -> Tensor:
         return coefficients[0]
     shape = coefficients[0].shape[1:] if rows else coefficients[0].shape
     place = s.reshape(-1, *(1,) * len(shape))
-    found = horner(coefficients, place)
-    return found.expand(len(s), *shape)
+    values = horner(coefficients, place)
+    return values.expand(len(s), *shape)
 
 
 # ---------------------------------------------------------------------------------- cuts
@@ -356,15 +512,15 @@ def touching(kink: Thresholds, flat: Sequence[Tensor], rows: PieceRows) -> tuple
     root lies inside either row, but the value is of rounding size at their common end."""
     inner = (rows.example[1:] == rows.example[:-1]).nonzero().squeeze(1)
     end = rows.hi[inner, None]
-    found = []
+    hits = []
     for side in (inner, inner + 1):
         own = [c.index_select(0, side) for c in flat]
         value = horner(own, end)
         scale = NEAR * torch.stack([c.abs() for c in own]).sum(0)
         for threshold in kink.at:
             near = (value - threshold).abs() <= scale + NEAR * abs(threshold)
-            found.append(near.nonzero())
-    touched = torch.cat(found).unique(dim=0)
+            hits.append(near.nonzero())
+    touched = torch.cat(hits).unique(dim=0)
     return inner[touched[:, 0]], touched[:, 1]
 
 
@@ -407,11 +563,11 @@ def threshold_flips(
 def candidates(kink: Rivals, lifted, inputs: Sequence[Value]) -> list[Tensor]:
     """The rivals of every unit as polynomials: D+1 tensors (R, U, W)."""
     degree = max(len(c) for c in lifted)
-    found = []
+    entries = []
     for k in range(degree):
         parts = [c[k] if k < len(c) else torch.zeros_like(c[0]) for c in lifted]
-        found.append(_entries(kink, parts, inputs))
-    return found
+        entries.append(_entries(kink, parts, inputs))
+    return entries
 
 
 def _entries(kink: Rivals, parts: Sequence[Tensor], inputs: Sequence[Value]) -> Tensor:

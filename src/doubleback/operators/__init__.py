@@ -6,16 +6,23 @@ Three functions serve every order of differentiation: the weight-adjoint of Kᵀ
 transpose of K□ in x is Kᵀ (adjoint commutativity). The engine's rules call these operators.
 """
 
-from .base import Between, Composition, Operator, Sum, placeholder
-from .layers import LocallyConnected1d, LocallyConnected2d
-from .linear import AveragePool, InvertibleDownsampling, InvertibleUpsampling
-from .multilinear import Multilinear
+from .base import (
+    AveragePool,
+    Between,
+    Composition,
+    InvertibleDownsampling,
+    InvertibleUpsampling,
+    Multilinear,
+    Operator,
+    Sum,
+    placeholder,
+)
 
 # for the rules, not for users
-from .multilinear import einsum_adjoint as einsum_adjoint
-from .multilinear import einsum_parts as einsum_parts
-from .multilinear import is_plain as is_plain
-from .products import Convolution, Dense, LocallyConnected
+from .base import einsum_adjoint as einsum_adjoint
+from .base import einsum_parts as einsum_parts
+from .base import is_plain as is_plain
+from .products import Convolution, Dense, LocallyConnected, LocallyConnected1d, LocallyConnected2d
 
 __all__ = [
     "AveragePool",

@@ -13,21 +13,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 
-from . import activation, attention, convolution, missing, normalisation, pooling, recurrent
+from .faster import ACTIVATION, CONVOLUTION, NORMALISATION
 from .mechanism import Patcher, PatchReport, supported
+from .missing import ATTENTION, OTHERS, POOLING, RECURRENT
 
 __all__ = ["PatchReport", "patch", "patch_report", "patched", "supported", "unpatch"]
 
 _patcher = Patcher(
-    [
-        *convolution.FORMULAS,
-        *attention.FORMULAS,
-        *normalisation.FORMULAS,
-        *activation.FORMULAS,
-        *recurrent.FORMULAS,
-        *missing.FORMULAS,
-        *pooling.FORMULAS,
-    ]
+    [*CONVOLUTION, *ATTENTION, *NORMALISATION, *ACTIVATION, *RECURRENT, *OTHERS, *POOLING]
 )
 
 

@@ -1,22 +1,291 @@
-"""Operators that PyTorch differentiates once, and not twice.
+"""Derivatives that PyTorch does not have, or gets wrong: fused attention, cuDNN's recurrent layers,
+operators that it differentiates once, and average pooling on a GPU.
 
-Each has its backward written in differentiable steps; the second derivative is reverse mode over
-these, of any order.
+Attention: for the backward of every kernel of ``F.scaled_dot_product_attention``, in blocks or in
+Triton, never an N×M matrix at once.
+
+The backward gives (dq, dk, dv) = (∂O)*ξ. With cotangents (u_q, u_k, u_v) of these,
+
+    ⟨u_q, dq⟩ + ⟨u_k, dk⟩ + ⟨u_v, dv⟩ = ⟨ξ, t⟩,    t the tangent of O along (u_q, u_k, u_v),
+
+so ξ̄ = t, and q̄, k̄, v̄ are the curvature sources of ``kernels.attention``. O and the log-sum-exp
+are functions of q, k, v here: their part is in q̄, k̄, v̄. The dropout of CUDA's kernels is had
+again from the random state that they kept. Third derivatives, forward mode and a bias that itself
+takes a gradient go through the unfused kernel, in memory N·M.
+
+Recurrent layers, LSTM, GRU and RNN of cuDNN: their backward through PyTorch's unfused cells, which
+are twice differentiable. First derivatives stay cuDNN's.
+
+Average pooling of images that lie channels-last: PyTorch's CUDA kernel of its *first* derivative is
+wrong where windows overlap or reach over the edge. The kernel for images in rows is right, so that
+one runs, and its result is laid out as asked.
+
+The others: each has its backward written in differentiable steps; the second derivative is reverse
+mode over these, of any order.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from .node import Applied, Formula, Grads, plain, through
+from .._torch import (
+    VF,
+    SingleLevelFunction,
+    any_requires_grad,
+    get_cudnn_enabled,
+    peek_interpreter_stack,
+    set_cudnn_enabled,
+)
+from ..dtypes import accumulation
+from ..kernels import CUDNN, EFFICIENT, FLASH, Dropout, attention_second, recovered
+from .mechanism import Applied, Arguments, Formula, Grads, Placement, again, below, plain, through
+
+# -------------------------------------------------------------------------------------- attention
+
 
 aten = torch.ops.aten
-Arguments = dict[str, Any]
+
+
+def _mask(a: Arguments) -> Tensor | None:
+    return a.get("attn_mask", a.get("attn_bias"))
+
+
+def _cotangent_name(a: Arguments) -> str:
+    return "grad_out" if "grad_out" in a else "grad_out_"
+
+
+def _dropout(backend: int, a: Arguments) -> Dropout | None:
+    if a["dropout_p"] == 0:
+        return None
+    state = a["philox_seed"], a["philox_offset"]
+    return recovered(backend, a["dropout_p"], a["query"], a["key"], a["value"], *state)
+
+
+def _second_of_attention(backend: int, call: Applied, cotangents: Grads) -> dict[str, Any]:
+    a = call.arguments
+    xi_name, names = _cotangent_name(a), ("query", "key", "value")
+    bias = "attn_bias" in call.needed and call.needs("attn_bias")
+    if bias or again(*a.values(), *cotangents):
+        return through(partial(_composite_attention, backend), call, cotangents)
+    q, k, v = (a[name] for name in names)
+    t, sources = attention_second(
+        a[xi_name], cotangents[0], cotangents[1], cotangents[2], q, k, v, a["out"], a["logsumexp"],
+        mask=_mask(a), is_causal=a["is_causal"], scale=a["scale"], enable_gqa=True,
+        wanted=[call.needs(n) for n in names], tangent=call.needs(xi_name),
+        dropout=_dropout(backend, a),
+    )  # fmt: skip
+    return {xi_name: t, **dict(zip(names, sources, strict=True))}
+
+
+def _composite_attention(backend: int, a: Arguments) -> tuple[Tensor | None, ...]:
+    """The same backward by reverse mode through the unfused kernel."""
+    q, k, v, mask = a["query"], a["key"], a["value"], _mask(a)
+    group, dropout = q.shape[-3] // k.shape[-3], _dropout(backend, a)
+    exact = accumulation(q.dtype)  # 1/(1 − p) is not rounded to 16 bits
+    z = None if dropout is None else dropout.dense(k.shape[-2], exact)
+
+    def out(q: Tensor, k: Tensor, v: Tensor, *bias: Tensor) -> Tensor:
+        attended, p = aten._scaled_dot_product_attention_math(
+            q, k, v, bias[0] if bias else mask, 0.0, a["is_causal"], scale=a["scale"],
+            enable_gqa=group > 1,
+        )  # fmt: skip
+        return attended if z is None else (z * p).to(v.dtype) @ v.repeat_interleave(group, -3)
+
+    wanted = a.get("grad_input_mask", (True, True, True))
+    with_bias = len(wanted) == 4 and wanted[3]
+    pull = torch.func.vjp(out, q, k, v, *([mask] if with_bias else []))[1]
+    grads = (*pull(a[_cotangent_name(a)]), None)[: len(wanted)]
+    return tuple(g if w else None for g, w in zip(grads, wanted, strict=True))
+
+
+def _accepts_attention(a: Arguments) -> bool:
+    """Dense, of equal lengths in a batch, and with a dropout that can be had again."""
+    tensors = (a["query"], a["key"], a["value"], a["out"], a["logsumexp"], _mask(a))
+    ragged = a.get("cum_seq_q") is not None and a["cum_seq_q"].numel() > 0
+    known = a["dropout_p"] == 0 or "philox_seed" in a
+    return plain(*tensors) and not ragged and known and a["query"].dim() == 4
+
+
+_WHY_ATTENTION = "PyTorch has no second derivative; by blocks, without an N×M matrix"
+
+ATTENTION = [
+    Formula(
+        name,
+        "attention",
+        _WHY_ATTENTION,
+        partial(_second_of_attention, backend),
+        _accepts_attention,
+        partial(_composite_attention, backend),
+        derived=("out", "logsumexp"),
+    )
+    for name, backend in (
+        ("_scaled_dot_product_flash_attention_for_cpu_backward", FLASH),
+        ("_scaled_dot_product_flash_attention_backward", FLASH),
+        ("_scaled_dot_product_efficient_attention_backward", EFFICIENT),
+        ("_scaled_dot_product_cudnn_attention_backward", CUDNN),
+    )
+]
+
+
+# ------------------------------------------------------------------------------- recurrent layers
+
+
+_CELLS = ("rnn_relu", "rnn_tanh", "lstm", "gru")  # by cuDNN's number of the mode
+_LSTM = 2
+_NAMES = ("input", "hx", "cx", "grad_output", "grad_hy", "grad_cy")
+
+
+@contextmanager
+def _without_cudnn() -> Iterator[None]:
+    before = get_cudnn_enabled()
+    set_cudnn_enabled(False)
+    try:
+        yield
+    finally:
+        set_cudnn_enabled(before)
+
+
+def _weights(a: Arguments) -> list[Tensor]:
+    return [a[name] for name in a if name.startswith("weight ")]
+
+
+def _run(a: Arguments, x: Tensor, hx: Tensor, cx: Tensor | None, weights: Sequence[Tensor]):
+    """(output, h[, c]) of the whole network, all layers and directions."""
+    if a["batch_sizes"]:
+        return _run_packed(a, x, hx, cx, weights)
+    state = (hx, cx) if a["mode"] == _LSTM else hx
+    options = (a["weight_stride0"] >= 4, a["num_layers"], 0.0, a["train"], a["bidirectional"])
+    cell: Callable = getattr(VF, _CELLS[a["mode"]])
+    with _without_cudnn():
+        return cell(x, state, list(weights), *options, a["batch_first"])
+
+
+def _run_packed(a: Arguments, x: Tensor, hx: Tensor, cx: Tensor | None, weights: Sequence[Tensor]):
+    """The same for x (Σ batch_sizes, ·), which holds at each time the sequences that still run."""
+    states = list(zip(*(s.unbind() for s in (hx, cx) if s is not None), strict=True))
+    per, directions = a["weight_stride0"], 1 + a["bidirectional"]
+    cell = _lstm_cell if a["mode"] == _LSTM else _cell(a["mode"])
+    last = []
+    for layer in range(0, len(states), directions):
+        steps, outputs = x.split(list(a["batch_sizes"])), []
+        for i, way in zip(range(layer, layer + directions), (1, -1), strict=False):
+            own = weights[i * per : (i + 1) * per]
+            output, state = _along(cell, steps[::way], states[i], own)
+            outputs.append(torch.cat(output[::way]))
+            last.append(state)
+        x = torch.cat(outputs, -1)
+    return (x, *(torch.stack(s) for s in zip(*last, strict=True)))
+
+
+def _along(cell: Callable, steps: Sequence[Tensor], state: tuple[Tensor, ...], weights):
+    """Outputs and last state. Longer sequences come first, so step x moves the first len(x) rows of
+    the state; the others have ended, or (backwards) not begun."""
+    outputs = []
+    for x in steps:
+        n = x.shape[0]
+        moved = cell(x, tuple(s[:n] for s in state), *weights)
+        outputs.append(moved[0])
+        state = tuple(torch.cat([m, s[n:]]) for m, s in zip(moved, state, strict=True))
+    return outputs, state
+
+
+def _cell(mode: int) -> Callable:
+    cell: Callable = getattr(VF, f"{_CELLS[mode]}_cell")
+    return lambda x, state, *weights: (cell(x, *state, *weights),)
+
+
+def _lstm_cell(x: Tensor, state: tuple[Tensor, Tensor], w_ih: Tensor, w_hh: Tensor, *rest: Tensor):
+    """(h, c); `rest` is the biases, if any, and the projection of h, if any."""
+    if len(rest) % 2 == 0:
+        return VF.lstm_cell(x, state, w_ih, w_hh, *rest)
+    *biases, projection = rest
+    b_ih, b_hh = biases or (None, None)
+    h, c = state
+    i, f, g, o = (F.linear(x, w_ih, b_ih) + F.linear(h, w_hh, b_hh)).chunk(4, -1)
+    c = f.sigmoid() * c + i.sigmoid() * g.tanh()
+    return F.linear(o.sigmoid() * c.tanh(), projection), c
+
+
+def _composite_recurrent(a: Arguments) -> tuple[Tensor | None, ...]:
+    """(dx, dh, dc, *dθ) of the cotangents of output, h and c."""
+    lstm, weights = a["mode"] == _LSTM, _weights(a)
+
+    def run(x: Tensor, hx: Tensor, *rest: Tensor):
+        cx, parameters = (rest[0], rest[1:]) if lstm else (None, rest)
+        return _run(a, x, hx, cx, parameters)
+
+    states = (a["hx"], a["cx"]) if lstm else (a["hx"],)
+    values, pull = torch.func.vjp(run, a["input"], *states, *weights)[:2]
+    seeds = [a[name] for name in _NAMES[3 : 3 + len(values)]]
+    seeds = [torch.zeros_like(v) if s is None else s for v, s in zip(values, seeds, strict=True)]
+    dx, dh, *rest = pull(tuple(seeds))
+    dc, parameters = (rest[0], rest[1:]) if lstm else (None, rest)
+    wanted = (*a["output_mask"][:3], *([a["output_mask"][3]] * len(parameters)))
+    return tuple(g if w else None for g, w in zip((dx, dh, dc, *parameters), wanted, strict=True))
+
+
+class _Backward(SingleLevelFunction):
+    """`_cudnn_rnn_backward` with its lists spread out."""
+
+    @staticmethod
+    def forward(ctx, site, keyset, arguments, args, kwargs, *tensors):
+        dx, dh, dc, weights = below(site.op, keyset, args, kwargs)
+        names = [*_NAMES, *(f"weight {i}" for i in range(len(tensors) - len(_NAMES)))]
+        ctx.names, ctx.options = names, {n: arguments[n] for n in site.options}
+        ctx.save_for_backward(*tensors)
+        ctx.set_materialize_grads(False)
+        return (dx, dh, dc, *weights)
+
+    @staticmethod
+    def backward(ctx, *cotangents):
+        needed = dict(zip(ctx.names, ctx.needs_input_grad[5:], strict=True))
+        arguments = ctx.options | dict(zip(ctx.names, ctx.saved_tensors, strict=True))
+        bars: dict[str, Any] = {}
+        if any(c is not None for c in cotangents):
+            bars = through(_composite_recurrent, Applied(arguments, needed), cotangents)
+        return (None, None, None, None, None, *(bars.get(name) for name in ctx.names))
+
+
+def kernel(formula: Formula, stock: Any) -> Callable:
+    site, apply = Placement.of(formula, formula.overload()), getattr(_Backward, "apply")  # noqa: B009
+
+    def run(keyset, *args, **kwargs):
+        if torch.is_grad_enabled() and any_requires_grad(*args, **kwargs):
+            a = site.arguments(args, kwargs)
+            if _accepts_recurrent(a):
+                tensors = [a[name] for name in _NAMES]
+                flat = apply(site, keyset, a, args, kwargs, *tensors, *a["weight"])
+                return (*flat[:3], list(flat[3:]))
+        return stock.call_boxed(keyset, *args, **kwargs)
+
+    return run
+
+
+def _accepts_recurrent(a: Arguments) -> bool:
+    """No dropout between layers, whose mask only cuDNN knows; no torch.func."""
+    dropped = a["train"] and a["dropout"] > 0 and a["num_layers"] > 1
+    return plain(a["input"]) and peek_interpreter_stack() is None and not dropped
+
+
+RECURRENT = [
+    Formula(
+        "_cudnn_rnn_backward",
+        "recurrent",
+        "PyTorch has no second derivative; through its unfused cells",
+        kernel=kernel,
+    )
+]
+
+
+# ------------------------------------------------------------------------------------- the others
 
 
 def _by_steps(operator: str, family: str, steps: Callable[[Arguments], Tensor]) -> Formula:
@@ -160,7 +429,7 @@ def _pdist(a: Arguments) -> Tensor:
     return torch.zeros_like(x).index_add(0, i, part).index_add(0, j, -part)
 
 
-FORMULAS = [
+OTHERS = [
     _by_steps("hardsigmoid_backward", "activation", _hardsigmoid),
     _by_steps("multi_margin_loss_backward", "loss", _multi_margin),
     _by_steps("multilabel_margin_loss_backward", "loss", _multilabel_margin),
@@ -169,4 +438,50 @@ FORMULAS = [
     _by_steps("_embedding_bag_per_sample_weights_backward", "embedding", _bag_samples),
     _by_steps("_cdist_backward", "distance", _cdist),
     _by_steps("_pdist_backward", "distance", _pdist),
+]
+
+
+# ---------------------------------------------------------------------------------------- pooling
+
+
+def wrong(x: Tensor, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int]) -> bool:
+    """Whether PyTorch would choose that kernel, for windows at which it is wrong."""
+    if x.dim() != 4 or x.shape[1] == 1 or (x.is_contiguous() and x.stride(1) != 1):
+        return False
+    kernel = _sizes(kernel)
+    return any(padding) or any(s < k for s, k in zip(_sizes(stride) or kernel, kernel, strict=True))
+
+
+def _sizes(sizes: Sequence[int]) -> Sequence[int]:
+    return [*sizes, *sizes] if len(sizes) == 1 else sizes
+
+
+def in_rows(backward: Callable[..., Tensor], grad: Tensor, x: Tensor, *options: Any) -> Tensor:
+    """The derivative of `backward`, of which x gives the shape alone, by its kernel for rows."""
+    grad = grad.contiguous()
+    unread = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    return backward(grad, unread, *options).contiguous(memory_format=torch.channels_last)
+
+
+def _pooling_kernel(formula: Formula, stock: Any) -> Callable:
+    call_stock = stock.call_boxed
+
+    def kernel(keyset, grad, x, kernel_size, stride, padding, *options):
+        sizes = (kernel_size, stride, padding)
+        if not wrong(x, *sizes):
+            return call_stock(keyset, grad, x, *sizes, *options)
+        return in_rows(lambda *args: call_stock(keyset, *args), grad, x, *sizes, *options)
+
+    return kernel
+
+
+POOLING = [
+    Formula(
+        "avg_pool2d_backward",
+        "pooling",
+        "PyTorch's CUDA kernel is wrong for channels-last images with overlapping windows",
+        armed_by="patch",
+        keys=("AutogradCUDA",),
+        kernel=_pooling_kernel,
+    )
 ]

@@ -1,9 +1,18 @@
 """Penalties R = p(J*v): choices of v and p, norms and losses, and the same by plain autograd."""
 
-from .fallback import accumulate_on_autograd, on_autograd
-from .losses import BinaryCrossEntropy, CrossEntropy, Loss, SquaredError, make_loss
+from .autograd import Way, accumulate_on_autograd, derivatives, on_autograd
+from .losses import (
+    BinaryCrossEntropy,
+    CrossEntropy,
+    Deviation,
+    Loss,
+    LossName,
+    Norm,
+    SquaredError,
+    SquaredNorm,
+    make_loss,
+)
 from .many_seeds import MANY_SEEDS, Jacobian, SpectralNorm, slot, unit_vectors
-from .norms import Deviation, Norm, SquaredNorm
 from .one_seed import BilinearForm, Custom, GradientMatch, LossGradient, OutputGradient, Penalty
 
 __all__ = [
@@ -17,13 +26,16 @@ __all__ = [
     "Jacobian",
     "Loss",
     "LossGradient",
+    "LossName",
     "Norm",
     "OutputGradient",
     "Penalty",
     "SpectralNorm",
     "SquaredError",
     "SquaredNorm",
+    "Way",
     "accumulate_on_autograd",
+    "derivatives",
     "make_loss",
     "on_autograd",
     "slot",

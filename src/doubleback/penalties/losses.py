@@ -1,10 +1,31 @@
-"""Losses per example with the two derivatives that a head needs: ∇ℓ and ∇²ℓ·h (theory §4)."""
+"""What a penalty p(J*v) is made of: norms, the p; losses, of which v may be the gradient; and a key
+of what their numbers depend on.
+
+Norms give p's value per example and its gradient q₀ = ∇p (theory §2).
+
+A norm's `value(ξ)` takes one tensor per penalised input and returns one number per example,
+differentiably; `measure(ξ)` returns that and the gradient.
+
+‖ξ‖ is the dual norm of the inputs' space: what a perturbation of size one can change. The space
+yields ‖ξ‖² and ½∇‖ξ‖², in a Hilbert space the representer of ξ; the norms below are functions of
+the two.
+
+Losses, per example, come with the two derivatives that a head needs: ∇ℓ and ∇²ℓ·h (theory §4).
+
+A fingerprint is what the numbers of a penalty depend on, as a key. A graph that is traced once and
+replayed holds every number that the penalty, its norm, its space and its loss had then. With the
+library's own classes all of these are attributes, so they can be compared before each replay. A
+caller's code may read anything, so that no key tells whether it still does the same: it is run as
+it is, at every call.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+from numbers import Number
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -13,8 +34,236 @@ from torch import Tensor
 from ..dtypes import lifted
 from ..errors import InputError, LabelError
 from ..run import refuse_others
-from ..spaces import Space, per_example
-from .fingerprint import fingerprint
+from ..spaces import Euclidean, Space, dual_square, per_example, safe_sqrt
+
+LossName = Literal["cross_entropy", "mse", "bce"]
+Reduction = Literal["mean", "sum", "none"]
+
+
+class Measure(Protocol):
+    """What stands for p: one number per example, and its gradient."""
+
+    def value(self, xi: Sequence[Tensor]) -> Tensor: ...
+
+    def measure(self, xi: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]: ...
+
+
+NormLike = Measure | Callable[..., Tensor]
+
+# ----------------------------------------------------------------------------------- fingerprints
+
+
+_PLAIN = frozenset({int, float, complex, bool, str, bytes, type(None), range, torch.dtype})
+_PACKAGE = __name__.partition(".")[0] + "."
+
+
+class _Unknown(Exception):
+    """Something whose numbers cannot be listed."""
+
+
+class _Held:
+    """A tensor as part of a key: the same one, not written to since. It is kept alive, so that no
+    other tensor takes its place in memory."""
+
+    __slots__ = ("tensor", "version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor, self.version = tensor, tensor._version
+
+    def __hash__(self) -> int:
+        return hash((id(self.tensor), self.version))
+
+    def __eq__(self, other: object) -> bool:
+        same = isinstance(other, _Held) and self.tensor is other.tensor
+        return same and self.version == other.version  # type: ignore[union-attr]
+
+    def __repr__(self) -> str:
+        return f"<tensor of shape {tuple(self.tensor.shape)}, version {self.version}>"
+
+
+def fingerprint(item: Any) -> Hashable | None:
+    """Equal for equal numbers; None where a caller's code runs.
+
+    Numbers and strings count by value, tensors by identity and version, objects of the library's
+    own classes by class and attributes (less those that their class names in `volatile`), afresh
+    at every call.
+
+    >>> import doubleback as db
+    >>> fingerprint(db.Deviation(1.0)) == fingerprint(db.Deviation(2.0))
+    False
+    >>> fingerprint(db.Custom(lambda out: out)) is None
+    True
+    """
+    try:
+        return _key(item)
+    except _Unknown:
+        return None
+
+
+def _key(item: Any) -> Hashable:
+    kind = type(item)
+    if kind in _PLAIN:
+        return item
+    if isinstance(item, Tensor):
+        if item.is_inference():  # it counts no changes
+            raise _Unknown
+        return _Held(item)
+    if kind is tuple or kind is list:
+        return (kind, *[_key(part) for part in item])
+    if kind.__module__.startswith(_PACKAGE):
+        return (kind, *[_key(value) for value in _attributes(item)])
+    if isinstance(item, (Number, torch.device)):  # NumPy's numbers among them
+        return item  # type: ignore[return-value]
+    raise _Unknown
+
+
+def _attributes(item: Any) -> Iterator[Any]:
+    volatile = getattr(item, "volatile", ())
+    try:
+        held = vars(item)
+    except TypeError:
+        raise _Unknown from None
+    if not volatile:
+        return iter(held.values())
+    return (value for name, value in held.items() if name not in volatile)
+
+
+# ------------------------------------------------------------------------------------------ norms
+
+
+def _scaled(factor: Tensor, representers: Sequence[Tensor], xi: Sequence[Tensor]) -> list[Tensor]:
+    """Each example's factor times its representer, in the dtypes of ξ."""
+    return [
+        (factor.reshape(-1, *(1,) * (u.dim() - 1)) * u).to(like.dtype)
+        for u, like in zip(representers, xi, strict=True)
+    ]
+
+
+def _check_space(norm: Any) -> None:
+    if not isinstance(norm.space, Space):
+        raise InputError(
+            f"{type(norm).__name__}'s space must be one of doubleback.spaces, or a subclass of "
+            f"spaces.Space, not {norm.space!r}"
+        )
+
+
+@dataclass(frozen=True)
+class SquaredNorm:
+    """p(ξ) = ‖ξ‖², ∇p = 2ξ (twice its representer in a space other than Euclidean).
+
+    >>> import torch
+    >>> SquaredNorm().measure([torch.tensor([[3.0, 4.0]])])[0]
+    tensor([25.])
+    """
+
+    space: Space = field(default_factory=Euclidean)
+
+    def __post_init__(self) -> None:
+        _check_space(self)
+
+    def value(self, xi: Sequence[Tensor]) -> Tensor:
+        return dual_square(self.space, xi)[0]
+
+    def measure(self, xi: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        square, representers = dual_square(self.space, xi, wide=True)
+        return square, [(2 * u).to(like.dtype) for u, like in zip(representers, xi, strict=True)]
+
+
+@dataclass(frozen=True)
+class Norm:
+    """p(ξ) = ‖ξ‖, ∇p = ξ/‖ξ‖, and 0 where ξ = 0."""
+
+    space: Space = field(default_factory=Euclidean)
+
+    def __post_init__(self) -> None:
+        _check_space(self)
+
+    def value(self, xi: Sequence[Tensor]) -> Tensor:
+        return safe_sqrt(dual_square(self.space, xi)[0])
+
+    def measure(self, xi: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        square, representers = dual_square(self.space, xi, wide=True)
+        norm = safe_sqrt(square)
+        factor = torch.where(norm > 0, 1 / norm, 0)
+        return norm, _scaled(factor, representers, xi)
+
+
+@dataclass(frozen=True)
+class Deviation:
+    """p(ξ) = (‖ξ‖ − target)², or max(0, ‖ξ‖ − target)² if one-sided (WGAN-GP, WGAN-LP).
+
+    >>> import torch
+    >>> Deviation(target=1.0).measure([torch.tensor([[3.0, 4.0]])])[0]
+    tensor([16.])
+    """
+
+    target: float = 1.0
+    one_sided: bool = False
+    space: Space = field(default_factory=Euclidean)
+
+    def __post_init__(self) -> None:
+        _check_space(self)
+
+    def value(self, xi: Sequence[Tensor]) -> Tensor:
+        excess = safe_sqrt(dual_square(self.space, xi)[0]) - self.target
+        return (excess.clamp(min=0) if self.one_sided else excess).square()
+
+    def measure(self, xi: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        square, representers = dual_square(self.space, xi, wide=True)
+        norm = safe_sqrt(square)
+        excess = norm - self.target
+        if self.one_sided:
+            excess = excess.clamp(min=0)
+        factor = torch.where(norm > 0, 2 * excess / norm, 0)
+        return excess.square(), _scaled(factor, representers, xi)
+
+
+PER_EXAMPLE = (SquaredNorm, Norm, Deviation)  # example b of p depends on example b of ξ alone
+
+
+@dataclass(frozen=True)
+class Callback:
+    """Any callable from an input-shaped tensor (a tuple for several inputs) to one number per
+    example, which may depend on all of them; its gradient is taken by autograd, on the input's
+    derivative alone."""
+
+    p: Callable[..., Tensor]
+
+    def value(self, xi: Sequence[Tensor]) -> Tensor:
+        values = self.p(xi[0] if len(xi) == 1 else tuple(xi))
+        batch = xi[0].shape[0]
+        if not isinstance(values, Tensor) or tuple(values.shape) != (batch,):
+            shape = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
+            raise InputError(
+                f"p must return one number per example, shape ({batch},); it returned {shape}"
+            )
+        return values
+
+    def measure(self, xi: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        with torch.enable_grad():
+            leaves = [u.detach().requires_grad_() for u in xi]
+            values = self.value(leaves)
+            if not values.requires_grad:
+                return values, [torch.zeros_like(u) for u in leaves]
+            grads = torch.autograd.grad(values.sum(), leaves, allow_unused=True)
+        return values.detach(), [
+            torch.zeros_like(u) if g is None else g for u, g in zip(leaves, grads, strict=True)
+        ]
+
+
+def as_norm(p: Any) -> Any:
+    """A norm as it is; a callable wrapped."""
+    if hasattr(p, "measure"):
+        return p
+    if callable(p):
+        return Callback(p)  # type: ignore[arg-type]
+    raise InputError(
+        f"norm must be SquaredNorm(), Norm(), Deviation() or a callable, not {type(p).__name__}"
+    )
+
+
+# ----------------------------------------------------------------------------------------- losses
+
 
 GPU_CHECKS = 8  # batches of labels whose range is checked on a GPU
 
@@ -122,6 +371,9 @@ class CrossEntropy(Loss):
         if y.numel() == 0 or (y.is_cuda and self.looked_at >= GPU_CHECKS):
             return
         self.looked_at += 1
+        low, high = y.aminmax()
+        if low >= 0 and high < classes:
+            return
         bad = (y != self.ignore) & ((y < 0) | (y >= classes))
         if bool(bad.any()):
             raise LabelError(
@@ -176,10 +428,10 @@ class CallableLoss(Loss):
     def values(self, out: Tensor, y: Any) -> Tensor:
         values = self.fn(out, y)
         if not isinstance(values, Tensor) or tuple(values.shape) != (out.shape[0],):
-            found = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
+            given = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
             raise InputError(
                 f"the loss must return one value per example, shape ({out.shape[0]},), not "
-                f"{found}; use reduction='none' and sum over the remaining axes"
+                f"{given}; use reduction='none' and sum over the remaining axes"
             )
         return values
 
@@ -204,7 +456,7 @@ class CallableLoss(Loss):
 
 
 def make_loss(
-    loss: str | Callable,
+    loss: LossName | Loss | Callable[[Tensor, Any], Tensor],
     label_smoothing: float = 0.0,
     class_weights: Tensor | None = None,
     ignore_index: int = -100,

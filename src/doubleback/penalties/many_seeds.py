@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from ..dtypes import accumulation
 from ..errors import InputError
 from ..rules import softmax_curvature, softmax_derivative
 from ..spaces import Euclidean, dual_square
-from .norms import Norm, SquaredNorm
+from .losses import Norm, NormLike, Reduction, SquaredNorm
 from .one_seed import Penalty
 
 PLANS = ("auto", "rows", "columns", "waist", "diagonal")
@@ -52,14 +53,14 @@ class Jacobian(Penalty):
 
     def __init__(
         self,
-        of: str = "output",
+        of: Literal["output", "softmax"] = "output",
         projections: int | None = None,
         chunk: int | None = None,
-        reduction: str = "mean",
+        reduction: Reduction = "mean",
         *,
         entries: Any = None,
         space: Any = None,
-        plan: str = "auto",
+        plan: Literal["auto", "rows", "columns", "waist", "diagonal"] = "auto",
         memory: int | None = None,
     ) -> None:
         self.space = space if space is not None else Euclidean()
@@ -145,6 +146,10 @@ class Jacobian(Penalty):
     def seed(self, out: Tensor, *extra: Tensor) -> Tensor:
         raise InputError("Jacobian has many seeds; see oracle_seeds")
 
+    @property
+    def one_seed(self) -> bool:
+        return self.projections == 1
+
     def oracle_seeds(self, out: Tensor, x: Sequence[Tensor], *extra: Tensor) -> Sequence[Tensor]:
         """Every v⟨i⟩ by its definition, for the oracle: for softmax the rows of S themselves."""
         if self.of == "softmax" and self.projections is None:
@@ -218,8 +223,8 @@ class SpectralNorm(Penalty):
         self,
         iterations: int = 1,
         warm_start: bool = True,
-        norm: Any = None,
-        reduction: str = "mean",
+        norm: NormLike | None = None,
+        reduction: Reduction = "mean",
         *,
         domain: Any = None,
         codomain: Any = None,
@@ -266,6 +271,13 @@ class SpectralNorm(Penalty):
     def seed(self, out: Tensor, *extra: Tensor) -> Tensor:
         raise InputError("SpectralNorm finds its seed by power iteration")
 
+    @property
+    def one_seed(self) -> bool:
+        return False
+
+    def seeds_from(self, carried: dict) -> Callable[..., Sequence[Tensor]]:
+        return partial(self.oracle_seeds, carried=carried)
+
     def oracle_seeds(
         self, out: Tensor, x: Sequence[Tensor], *extra: Tensor, carried: dict | None = None
     ) -> Sequence[Tensor]:
@@ -276,10 +288,10 @@ class SpectralNorm(Penalty):
         xi = torch.autograd.grad(out, list(x), w, create_graph=True, allow_unused=True)
         pairs = [(i, u) for i, u in enumerate(xi) if u is not None and u.requires_grad]
         for _ in range(self.iterations if pairs else 0):
-            found = torch.autograd.grad(
+            pulled = torch.autograd.grad(
                 out, [x[i] for i, _ in pairs], self.covector(v), retain_graph=True
             )
-            _, along = dual_square(self.domain, found)
+            _, along = dual_square(self.domain, pulled)
             (h,) = torch.autograd.grad([u for _, u in pairs], w, along, retain_graph=True)
             v = self.normalised(h.detach(), v)
         if carried is not None and self.warm_start:
@@ -347,7 +359,7 @@ def _entries(entries: Any, out_shape: Sequence[int]) -> list[int]:
     items = [entries] if isinstance(entries, (int, tuple)) else list(entries)
     if not items:
         raise InputError("entries is empty; choose at least one output")
-    found = []
+    places = []
     for item in items:
         index = item if isinstance(item, tuple) else (item,)
         if not all(isinstance(i, int) and not isinstance(i, bool) for i in index):
@@ -360,8 +372,8 @@ def _entries(entries: Any, out_shape: Sequence[int]) -> list[int]:
             if not -size <= i < size:
                 raise InputError(f"entry {item!r} is out of range for an output of shape {shape}")
             flat = flat * size + i % size
-        found.append(flat)
-    return found
+        places.append(flat)
+    return places
 
 
 __all__ = ["Jacobian", "SpectralNorm"]

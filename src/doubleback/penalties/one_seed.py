@@ -26,9 +26,18 @@ from ..errors import InputError
 from ..graph import draws
 from ..run import refuse_others
 from ..spaces import per_example
-from .fingerprint import fingerprint
-from .losses import Loss, make_loss
-from .norms import PER_EXAMPLE, SquaredNorm, as_norm
+from .losses import (
+    PER_EXAMPLE,
+    CallableLoss,
+    Loss,
+    LossName,
+    NormLike,
+    Reduction,
+    SquaredNorm,
+    as_norm,
+    fingerprint,
+    make_loss,
+)
 
 REDUCTIONS = ("mean", "sum", "none")
 
@@ -64,7 +73,7 @@ class Penalty(ABC):
     varying: bool = False
     in_seed: tuple[int, ...] = ()  # which extras enter a v that does not vary with the output
 
-    def __init__(self, norm: Any = None, reduction: str = "mean") -> None:
+    def __init__(self, norm: NormLike | None = None, reduction: Reduction = "mean") -> None:
         if reduction not in REDUCTIONS:
             raise InputError(f"reduction must be one of {REDUCTIONS}, not {reduction!r}")
         self.norm = as_norm(norm if norm is not None else SquaredNorm())
@@ -148,6 +157,20 @@ class Penalty(ABC):
         """Every v whose penalty p(J*v) adds to the total, for the oracle."""
         return [self.oracle_seed(out, *extra)]
 
+    def seeds_from(self, carried: dict) -> Callable[..., Sequence[Tensor]] | None:
+        """`oracle_seeds` that go on from what earlier calls left in `carried`, for penalties that
+        do so."""
+        return None
+
+    @property
+    def one_seed(self) -> bool:
+        """Whether one v is all there is: then autograd takes the same products as the sweeps."""
+        return True
+
+    def quick_seeds(self, out: Tensor, x: Sequence[Tensor], *extra: Tensor) -> Sequence[Tensor]:
+        """The same in the fewest operations, for networks that run on autograd by choice."""
+        return self.oracle_seeds(out, x, *extra)
+
     def check(self, out_shape: Sequence[int], x: Sequence[Tensor], *extra: Any) -> None:
         """Raise an `InputError` where the arguments do not fit: here, where several inputs do not
         have one row per example each. A penalty of your own calls this one first."""
@@ -213,9 +236,9 @@ class LossGradient(Penalty):
 
     def __init__(
         self,
-        loss: str | Callable = "cross_entropy",
-        norm: Any = None,
-        reduction: str = "mean",
+        loss: LossName | Loss | Callable[[Tensor, Any], Tensor] = "cross_entropy",
+        norm: NormLike | None = None,
+        reduction: Reduction = "mean",
         *,
         label_smoothing: float = 0.0,
         class_weights: Tensor | None = None,
@@ -235,6 +258,11 @@ class LossGradient(Penalty):
         values = self.loss.values(out, extra[0])
         return torch.autograd.grad(values.sum(), out, create_graph=True)[0]
 
+    def quick_seeds(self, out: Tensor, x: Sequence[Tensor], *extra: Tensor) -> Sequence[Tensor]:
+        if isinstance(self.loss, CallableLoss):
+            return super().quick_seeds(out, x, *extra)
+        return [self.loss.gradient(out, extra[0])]  # a formula, which autograd differentiates
+
     def head(self, out: Tensor, h: Tensor, *extra: Tensor) -> Tensor | None:
         return self.loss.hessian(out, extra[0], h)
 
@@ -246,7 +274,9 @@ class LossGradient(Penalty):
 class _Entry(Penalty):
     """v = e⟨index⟩, the same for every example."""
 
-    def __init__(self, index: Any = None, norm: Any = None, reduction: str = "mean") -> None:
+    def __init__(
+        self, index: Any = None, norm: NormLike | None = None, reduction: Reduction = "mean"
+    ) -> None:
         super().__init__(norm, reduction)
         if index is not None and not _is_index(index):
             raise InputError(f"index must be an int or a tuple of ints, not {index!r}")
@@ -337,7 +367,7 @@ class BilinearForm(Penalty):
     extras = 2
     in_seed = (0,)
 
-    def __init__(self, reduction: str = "mean") -> None:
+    def __init__(self, reduction: Reduction = "mean") -> None:
         super().__init__(None, reduction)
 
     def seed(self, out: Tensor, *extra: Tensor) -> Tensor:
@@ -373,7 +403,12 @@ class Custom(Penalty):
     varying = True
 
     def __init__(
-        self, v: Callable[..., Tensor], p: Any = None, *, extras: int = 0, reduction: str = "mean"
+        self,
+        v: Callable[..., Tensor],
+        p: NormLike | None = None,
+        *,
+        extras: int = 0,
+        reduction: Reduction = "mean",
     ) -> None:
         super().__init__(p, reduction)
         if not callable(v):
@@ -384,18 +419,18 @@ class Custom(Penalty):
     def seed(self, out: Tensor, *extra: Tensor) -> Tensor:
         v = self.v(out, *extra)
         if not isinstance(v, Tensor) or v.shape != out.shape:
-            found = tuple(v.shape) if isinstance(v, Tensor) else type(v).__name__
+            given = tuple(v.shape) if isinstance(v, Tensor) else type(v).__name__
             raise InputError(
-                f"Custom: v(out) must have the output's shape {tuple(out.shape)}, not {found}"
+                f"Custom: v(out) must have the output's shape {tuple(out.shape)}, not {given}"
             )
         return v
 
 
 def _check_like(what: str, x: Sequence[Tensor], given: Sequence[Any]) -> None:
     wanted = [tuple(t.shape) for t in x]
-    found = [tuple(t.shape) if isinstance(t, Tensor) else type(t).__name__ for t in given]
-    if wanted != found:
-        raise InputError(f"{what} must be shaped like the penalised input, {wanted}, not {found}")
+    shapes = [tuple(t.shape) if isinstance(t, Tensor) else type(t).__name__ for t in given]
+    if wanted != shapes:
+        raise InputError(f"{what} must be shaped like the penalised input, {wanted}, not {shapes}")
 
 
 __all__ = [

@@ -4,23 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from . import (
-    arithmetic,
-    attention,
-    bilinear,
-    distances,
-    normalisation,
-    pointwise,
-    pooling,
-    shape,
-    softmax,
-)
+from . import bilinear, normalisation, pointwise, shape
 from .bilinear import convolution_of
-from .seeded import LOOP, seeded_backward, seeded_both
+from .normalisation import softmax_curvature, softmax_derivative
 from .shape import stop_gradient
-from .softmax import softmax_curvature, softmax_derivative
+from .structures import LOOP, coordinatewise, generic, linear, seeded_backward, seeded_both
 from .structures import bilinear as bilinear_rule
-from .structures import coordinatewise, generic, linear
 from .table import (
     Call,
     Rule,
@@ -29,6 +18,7 @@ from .table import (
     aligned,
     alone,
     lookup,
+    overload,
     register,
     registered,
     sum_to,
@@ -36,11 +26,11 @@ from .table import (
     zeros,
 )
 
-for _family in (
-    bilinear, pointwise, arithmetic, softmax, shape, pooling, normalisation, attention, distances,
-):  # fmt: skip
-    for _op, _rule in _family.rules():
-        register(_op, _rule)
+for _family in (bilinear, pointwise, shape, normalisation):
+    for _name, _rule in _family.rules():
+        _op = overload(_name)
+        if _op is not None:
+            register(_op, _rule)
 
 GENERIC = generic()
 

@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from ..graph import Node, Ref
-from ..kernels import local_product, times
+from ..kernels import times
 from ..operators import Convolution, Dense, LocallyConnected, einsum_adjoint, einsum_parts, is_plain
-from .seeded import fold
-from .structures import bilinear, broadcast_adjoint
-from .table import Call, Rule, Tensors, aligned, overload, sum_to
+from .structures import bilinear, broadcast_adjoint, fold, generic
+from .table import Call, Rule, Tensors, aligned, named, sum_to
 
 aten = torch.ops.aten
 DENSE = Dense()
@@ -110,8 +109,8 @@ def _convolution() -> Rule:
             None if x is None else batched(call, x), weight, batched(call, y),
             x_shape(call), call.metas[1].shape, mask,
         )  # fmt: skip
-        found = (back(call, grads[0]) if mask[0] else None, *grads[1:])
-        return tuple(g if m else None for g, m in zip(found, mask, strict=True))[: len(wanted)]
+        laid = (back(call, grads[0]) if mask[0] else None, *grads[1:])
+        return tuple(g if m else None for g, m in zip(laid, mask, strict=True))[: len(wanted)]
 
     def adjoint0(call: Call, weight: Tensor, y: Tensor) -> Tensor:
         x = call.inputs[0]
@@ -298,7 +297,6 @@ def _mul() -> Rule:
 
 def _einsum() -> Rule:
     """y = einsum("a,b->c", u, w): the adjoint in one operand is an einsum with the other."""
-    from .structures import generic
 
     fallback = generic()
 
@@ -333,7 +331,7 @@ def _einsum() -> Rule:
     )
 
 
-def rules() -> Iterator[tuple[Any, Rule]]:
+def rules() -> Iterator[tuple[str, Rule]]:
     dense, convolution, matmul, addmm, gate = (
         _linear(), _convolution(), _matmul(), _addmm(), _mul(),
     )  # fmt: skip
@@ -349,9 +347,5 @@ def rules() -> Iterator[tuple[Any, Rule]]:
         gate: ["mul.Tensor"],
         _einsum(): ["einsum.default"],
     }  # fmt: skip
-    for rule, names in table.items():
-        for name in names:
-            op = overload(name)
-            if op is not None:
-                yield op, rule
-    yield local_product.default, _locally_connected()
+    yield from named(table.items())
+    yield "locally_connected.default", _locally_connected()

@@ -14,7 +14,7 @@ None stands for zero everywhere.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
@@ -67,15 +67,15 @@ class Call:
 
     def value(self, slot: int) -> Tensor:
         """The value of a tensor input that the rule declared to read."""
-        found = self.inputs[slot]
-        if found is None:
+        value = self.inputs[slot]
+        if value is None:
             raise RuleError(f"{self.node} reads input {slot}, which its rule does not declare")
-        return found
+        return value
 
     def tensor(self, position: int, name: str) -> Tensor | None:
         """A tensor argument by position or by name; None where it was left out."""
-        found = self.argument(position, name)
-        return self.inputs[self.slot(found)] if isinstance(found, Ref) else None
+        given = self.argument(position, name)
+        return self.inputs[self.slot(given)] if isinstance(given, Ref) else None
 
     def slot(self, ref: Ref) -> int:
         return self.node.inputs.index(ref.index)
@@ -125,7 +125,7 @@ class Rule:
     curves(i, j): whether s_i depends on q_j, that is, whether ∂_i∂_jF can differ from zero.
     own: False for the generic rule, which any operator without a rule of its own runs on.
     tangent_curvature: both at once where they share work: (q_y | None, sources).
-    seeded: how it runs over many seeds at once (see `seeded.py`); None: one after another.
+    seeded: how it runs over many seeds at once (see `structures.py`); None: one after another.
     diagonal: whether ∂F is diagonal: coordinate-wise, in one activation.
     same_entries: whether y holds the entries of its first input in their order, under whatever
         shape: a view or a copy.
@@ -245,15 +245,21 @@ def overload(name: str) -> Any | None:
     """'relu.default' → aten.relu.default, an operator of the library's own where aten has none, or
     None where this torch has no such overload."""
     packet, _, which = name.partition(".")
-    found = getattr(torch.ops.aten, packet, None) or getattr(torch.ops.doubleback, packet, None)
-    return getattr(found, which or "default", None) if found is not None else None
+    operator = getattr(torch.ops.aten, packet, None) or getattr(torch.ops.doubleback, packet, None)
+    return getattr(operator, which or "default", None) if operator is not None else None
+
+
+def named(table: Iterable[tuple[Rule, Sequence[str]]]) -> Iterator[tuple[str, Rule]]:
+    """(operator's name, rule) of each, from rules with the names of the operators that they hold
+    for."""
+    return ((name, rule) for rule, names in table for name in names)
 
 
 def tangent_of(q: Tensors, slot: int = 0) -> Tensor:
     """The tangent of an input that is known to move."""
-    found = q[slot]
-    assert found is not None
-    return found
+    moved = q[slot]
+    assert moved is not None
+    return moved
 
 
 def zeros(meta: Meta) -> Tensor:

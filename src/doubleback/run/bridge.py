@@ -18,7 +18,7 @@ from .. import sweeps
 from .._torch import foreach_add_, get_current_graph_task_keep_graph, pytree
 from ..errors import StaleGraphError, ThirdDerivativeError
 from ..graph import Node
-from ..kernels.depthwise import taps_first
+from ..kernels import taps_first
 from ..plan import Plan
 from ..rules import add
 from .cuda_graphs import users

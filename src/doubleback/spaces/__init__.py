@@ -4,11 +4,17 @@ A penalty measures the derivative J*v, a Euclidean gradient g, in the space X of
 ⟨u, v⟩_X = uᵀGv the representer is G⁻¹g and its squared norm gᵀG⁻¹g.
 """
 
-from .base import Euclidean, Product, Space, Weighted, dual_square, per_example, safe_sqrt
-from .grids import Grid
-from .lp import Lp
-from .parameters import parameter_spaces
-from .sobolev import Sobolev
+from .base import (
+    Euclidean,
+    Product,
+    Space,
+    Weighted,
+    dual_square,
+    parameter_spaces,
+    per_example,
+    safe_sqrt,
+)
+from .function_spaces import Grid, Lp, Sobolev
 
 __all__ = [
     "Euclidean",

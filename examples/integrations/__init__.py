@@ -1,0 +1,1 @@
+"""doubleback inside what people already train with: one short file each."""

@@ -1,0 +1,358 @@
+"""What ``demo`` and ``bench`` share: images, small networks, steps by several means, a clock."""
+
+from __future__ import annotations
+
+import gzip
+import math
+import statistics
+import struct
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import doubleback as db
+from doubleback.cli import UsageError, require
+
+Step = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+# ---------------------------------------------------------------------------------------- images
+
+
+@dataclass(frozen=True)
+class Images:
+    """Images (N, 1, H, W) in [0, 1] and labels (N,), split into training and test."""
+
+    train: tuple[Tensor, Tensor]
+    test: tuple[Tensor, Tensor]
+    name: str
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.train[0].shape[1:])
+
+    @classmethod
+    def load(cls, source: str, seed: int, device: torch.device) -> Images:
+        """`digits` or `mnist-idx:FOLDER`; two thirds for training where the source has no split."""
+        if source == "digits":
+            require("sklearn", extra="demo")
+            from sklearn.datasets import load_digits
+
+            pixels, labels = load_digits(return_X_y=True)
+            images = torch.tensor(pixels, dtype=torch.float32).reshape(-1, 1, 8, 8) / 16
+            order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
+            images, labels = images[order].to(device), torch.tensor(labels)[order].to(device)
+            cut = 2 * len(labels) // 3
+            return cls((images[:cut], labels[:cut]), (images[cut:], labels[cut:]), "8×8 digits")
+        kind, _, where = source.partition(":")
+        if kind != "mnist-idx" or not where:
+            raise UsageError(f"--data {source}: choose digits or mnist-idx:FOLDER")
+        folder = Path(where)
+        if not folder.is_dir():
+            raise UsageError(f"--data {source}: there is no folder {folder}")
+        train, test = (_idx_pair(folder, split, device) for split in ("train", "t10k"))
+        if train[0].shape[1:] != test[0].shape[1:]:
+            raise UsageError(f"--data {source}: training and test images differ in size")
+        return cls(train, test, f"{train[0].shape[2]}×{train[0].shape[3]} images of {folder}")
+
+
+def _idx_pair(folder: Path, split: str, device: torch.device) -> tuple[Tensor, Tensor]:
+    images = read_idx(_idx_file(folder, f"{split}-images-idx3-ubyte"))
+    labels = read_idx(_idx_file(folder, f"{split}-labels-idx1-ubyte"))
+    if images.dim() != 3 or labels.dim() != 1 or len(images) != len(labels) or not len(labels):
+        raise UsageError(
+            f"--data: in {folder}, {split} images of shape {tuple(images.shape)} do not go with "
+            f"labels of shape {tuple(labels.shape)}"
+        )
+    if int(labels.max()) > 9:
+        raise UsageError(
+            f"--data: {folder} has a label {int(labels.max())}; the demo has classes 0–9"
+        )
+    return images[:, None].float().div(255).to(device), labels.long().to(device)
+
+
+def _idx_file(folder: Path, name: str) -> Path:
+    for path in (folder / name, folder / f"{name}.gz"):
+        if path.is_file():
+            return path
+    raise UsageError(f"--data: {folder} has no file {name} (nor {name}.gz)")
+
+
+def read_idx(path: Path) -> Tensor:
+    """An idx file of bytes: two zeros, the type 8, the number of axes, their sizes, the data."""
+    try:
+        raw = path.read_bytes()
+        raw = gzip.decompress(raw) if path.suffix == ".gz" else raw
+    except (OSError, EOFError) as error:
+        raise UsageError(f"--data: {path} cannot be read: {error}") from error
+    if len(raw) < 4 or raw[:3] != b"\0\0\x08" or not 1 <= raw[3] <= 3:
+        raise UsageError(f"--data: {path} is not an idx file of bytes")
+    header = 4 + 4 * raw[3]
+    shape = struct.unpack(f">{raw[3]}I", raw[4:header]) if len(raw) >= header else ()
+    wanted = header + (math.prod(shape) if shape else 0)
+    if len(raw) != wanted:
+        kind = "truncated" if len(raw) < wanted else "too long"
+        raise UsageError(
+            f"--data: {path} is {kind}: {wanted} bytes are announced, {len(raw)} are here"
+        )
+    if len(raw) == header:
+        raise UsageError(f"--data: {path} holds nothing")
+    return torch.frombuffer(bytearray(raw), dtype=torch.uint8, offset=header).reshape(shape)
+
+
+# -------------------------------------------------------------------------------------- networks
+
+
+class Separable(nn.Module):
+    """Depthwise 3×3, pointwise 1×1, group norm, SiLU."""
+
+    def __init__(self, before: int, width: int, stride: int = 1) -> None:
+        super().__init__()
+        self.depthwise = nn.Conv2d(before, before, 3, stride, 1, groups=before, bias=False)
+        self.pointwise = nn.Conv2d(before, width, 1, bias=False)
+        self.norm = nn.GroupNorm(4, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.silu(self.norm(self.pointwise(self.depthwise(x))))
+
+
+class Residual(nn.Module):
+    """x + two 3×3 convolutions with batch norm and ReLU."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(width, width, 3, padding=1, bias=False)
+        self.norm1 = nn.BatchNorm2d(width)
+        self.conv2 = nn.Conv2d(width, width, 3, padding=1, bias=False)
+        self.norm2 = nn.BatchNorm2d(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(x + self.norm2(self.conv2(F.relu(self.norm1(self.conv1(x))))))
+
+
+class Patches(nn.Module):
+    """Patches of an image as a sequence of tokens, with learned positions."""
+
+    def __init__(self, channels: int, side: int, patch: int, width: int) -> None:
+        super().__init__()
+        self.project = nn.Conv2d(channels, width, patch, stride=patch)
+        self.position = nn.Parameter(0.02 * torch.randn(1, (side // patch) ** 2, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.project(x).flatten(2).transpose(1, 2) + self.position
+
+
+class Attention(nn.Module):
+    """A pre-norm transformer layer with fused attention."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        qkv = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1))
+        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class TokenMean(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mean(1)
+
+
+def _pooled(width: int) -> tuple[nn.Module, ...]:
+    return nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, 10)
+
+
+def _separable(channels: int, side: int) -> nn.Module:
+    stem = (nn.Conv2d(channels, 16, 3, padding=1), nn.SiLU())
+    return nn.Sequential(
+        *stem, Separable(16, 32), Separable(32, 32, 2), Separable(32, 64), *_pooled(64)
+    )
+
+
+def _conv(channels: int, side: int) -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(channels, 32, 3, padding=1), nn.ReLU(),
+        nn.Conv2d(32, 64, 3, stride=2, padding=1), nn.ReLU(),
+        nn.Conv2d(64, 64, 3, padding=1), nn.ReLU(),
+        *_pooled(64),
+    )  # fmt: skip
+
+
+def _residual(channels: int, side: int) -> nn.Module:
+    down = nn.Conv2d(32, 64, 3, stride=2, padding=1)
+    stem = nn.Conv2d(channels, 32, 3, padding=1)
+    return nn.Sequential(stem, nn.ReLU(), Residual(32), down, nn.ReLU(), Residual(64), *_pooled(64))
+
+
+def _mlp(channels: int, side: int) -> nn.Module:
+    layers = (nn.Linear(channels * side * side, 256), nn.Tanh(), nn.Linear(256, 256), nn.Tanh())
+    return nn.Sequential(nn.Flatten(), *layers, nn.Linear(256, 10))
+
+
+def _transformer(channels: int, side: int) -> nn.Module:
+    blocks = (Attention(64, 4), Attention(64, 4))
+    return nn.Sequential(
+        Patches(channels, side, max(2, side // 8), 64), *blocks, nn.LayerNorm(64), TokenMean(),
+        nn.Linear(64, 10),
+    )  # fmt: skip
+
+
+NETS: dict[str, tuple[Callable[[int, int], nn.Module], str]] = {
+    "separable": (_separable, "depthwise and pointwise convolutions, group norm, SiLU"),
+    "conv": (_conv, "3×3 convolutions, ReLU"),
+    "residual": (_residual, "residual blocks of 3×3 convolutions, batch norm, ReLU"),
+    "mlp": (_mlp, "three dense layers, tanh"),
+    "transformer": (_transformer, "patches, two layers of attention, layer norm, GELU"),
+}
+
+
+def network(name: str, shape: tuple[int, ...], seed: int) -> nn.Module:
+    """One of `NETS` for images (channels, side, side); the seed fixes its weights."""
+    torch.manual_seed(seed)
+    return NETS[name][0](shape[0], shape[-1])
+
+
+# ----------------------------------------------------------------------------------------- steps
+
+
+def plain_step(net: nn.Module) -> Step:
+    def step(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        out = net(x)
+        loss = F.cross_entropy(out, y)
+        loss.backward()
+        return out, loss
+
+    return step
+
+
+def stock_step(net: nn.Module, penalty: db.Penalty, weight: float) -> Step:
+    """∇(ℓ + λR) by autograd alone: one `create_graph=True` for each v of the penalty."""
+    double = _double_backward(net, penalty, weight)
+
+    def step(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        with sdpa_kernel(SDPBackend.MATH):  # the one with a second derivative in PyTorch
+            return double(x, y)
+
+    return step
+
+
+def _double_backward(net: nn.Module, penalty: db.Penalty, weight: float) -> Step:
+    def step(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        x = x.detach().requires_grad_()
+        out = net(x)
+        extra = (y,)[: penalty.extras]
+        total: Any = 0
+        for v in penalty.oracle_seeds(out, [x], *extra):
+            gradient = torch.autograd.grad(out, x, v, create_graph=True)
+            total = total + penalty.value(gradient, *extra)
+        loss = F.cross_entropy(out, y) + weight * penalty.reduce(total)
+        loss.backward()
+        return out, loss
+
+    return step
+
+
+def sweeps_step(model: db.Penalised, weight: float) -> Step:
+    """∇(ℓ + λR) by four explicit sweeps."""
+
+    def step(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        out, penalty = model(x, *(y,)[: model.penalty.extras])
+        loss = F.cross_entropy(out, y) + weight * penalty
+        loss.backward()
+        return out, loss
+
+    return step
+
+
+def accumulated_step(model: db.Penalised, weight: float) -> Step:
+    """The same in one call."""
+
+    def step(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        out, loss, penalty = model.accumulate(x, y, loss="cross_entropy", weight=weight)
+        return out, loss + weight * penalty
+
+    return step
+
+
+PLAIN, STOCK, PATCH, OURS, ONE_CALL = (
+    "plain", "stock autograd", "stock under db.patch()", "db.Penalised", "… accumulate",
+)  # fmt: skip
+
+
+def steps(net: nn.Module, penalty: db.Penalty, weight: float, compile: bool) -> dict[str, Step]:
+    """The same gradient by every means, and a plain step beside them."""
+    model = db.Penalised(net, penalty)
+    found = {
+        PLAIN: plain_step(net),
+        STOCK: stock_step(net, penalty, weight),
+        PATCH: _double_backward(net, penalty, weight),  # the same code, `around` it the patch
+        OURS: sweeps_step(model, weight),
+        ONE_CALL: accumulated_step(model, weight),
+    }
+    if compile:
+        fast = db.Penalised(net, penalty, compile=True)
+        found["… accumulate, compiled"] = accumulated_step(fast, weight)
+    return found
+
+
+def around(name: str) -> AbstractContextManager:
+    """What a way of `steps` runs in: the patch goes in and out between turns, untimed."""
+    return db.patched() if name == PATCH else nullcontext()
+
+
+# ----------------------------------------------------------------------------------------- clock
+
+
+def interleaved(
+    found: Mapping[str, Step], net: nn.Module, x: Tensor, y: Tensor, seconds: float
+) -> Iterator[dict[str, list[float]]]:
+    """Times of each step so far, after every round: all take a turn per round, so that a busy
+    machine slows them alike. Three rounds warm up, then as many follow as fit into `seconds`, five
+    at least."""
+    wait = torch.cuda.synchronize if x.is_cuda else lambda: None
+    times: dict[str, list[float]] = {name: [] for name in found}
+    turn, begin = 0, time.perf_counter()
+    while turn < 8 or time.perf_counter() - begin < seconds:
+        if turn == 3:
+            begin = time.perf_counter()
+        for name, step in found.items():
+            net.zero_grad()
+            with around(name):
+                wait()
+                start = time.perf_counter()
+                step(x, y)
+                wait()
+                passed = time.perf_counter() - start
+            if turn >= 3:
+                times[name].append(passed)
+        turn += 1
+        yield times
+    net.zero_grad()
+
+
+def summary(times: Mapping[str, list[float]]) -> dict[str, dict[str, Any]]:
+    """Medians in seconds, their quartiles, and the median of the ratios to the plain step of the
+    same round."""
+    plain = times[PLAIN]
+    return {
+        name: {
+            "seconds": statistics.median(values),
+            "quartiles": statistics.quantiles(values, n=4, method="inclusive")[::2],
+            "over plain": statistics.median(a / b for a, b in zip(values, plain, strict=True)),
+            "rounds": len(values),
+        }
+        for name, values in times.items()
+    }

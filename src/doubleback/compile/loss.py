@@ -1,0 +1,677 @@
+"""`compile`: a whole loss with derivatives inside, as one graph of its value and its gradients.
+
+TorchDynamo reads the loss's Python, guards whatever that depends on, and hands its operations over
+as one graph, calls of `torch.autograd.grad` and `torch.func` among them. That graph runs once on
+tensors without numbers, autograd watching, and is then differentiated by all parameters, so that a
+flat list of operators with no autograd left in it remains: derivatives of any order are plain
+operators by then, which Inductor compiles whole, although AOTAutograd knows no double backward.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+import logging
+import os
+import threading
+import time
+import traceback
+import warnings
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import _torch, errors
+from .._torch import (
+    foreach_copy_,
+    foreach_mul,
+    get_current_graph_task_keep_graph,
+    peek_interpreter_stack,
+    pytree,
+)
+from ..capture import Surroundings, forget, plain
+from ..errors import (
+    CaptureError,
+    InputError,
+    StaleGraphError,
+    ThirdDerivativeError,
+    warn,
+)
+from ..patch import patched, supported
+from ..run import no_autocast
+from .whole import WholeStep, take_mark, trace_whole
+
+MANY = 8  # traces of one loss, after which it is said what they cost
+MOST = 64  # traces of one loss, after which it runs on autograd where none fits
+PATIENCE = 50  # how many times as long as a failed trace took to wait before the next
+
+COMPILERS = ("inductor", "eager")
+
+
+def compile(
+    fn: Callable[..., Any], *, compiler: str = "inductor", scaler: Any = None,
+    dynamic: bool | None = None, strict: bool = False,
+) -> Compiled:  # fmt: skip
+    """`step = compile(fn)`: a loss with any derivatives inside, as one graph of value and gradient.
+
+    fn: a function (a method, a module) of anything, which returns a scalar loss, or a tuple or list
+        that begins with one. `step(…)` returns the same, and `backward()` from the loss hands out
+        the gradients of all parameters that fn meets, and of tensors among its arguments that
+        require grad. Only the loss is differentiable; all else that fn returns is detached.
+    compiler: "inductor", or "eager", which replays the graph kernel by kernel.
+    scaler: the `torch.amp.GradScaler` that the loss is scaled with, where float16 is in the graph:
+        gradients are computed in the same call as the loss, and are scaled there.
+    dynamic: as for `torch.compile`. None: a size is a symbol once it has changed.
+    strict: raise `CaptureError` instead of running on autograd where fn is not one graph.
+
+    Inside fn, derivatives are PyTorch's own, `torch.autograd.grad(…, create_graph=True)` and
+    `torch.func`, of any order, and those that PyTorch lacks the library's. Nothing is stale: what
+    fn reads (attributes, globals, closures, modes, sizes) is checked at each call.
+
+    >>> import torch, doubleback as db
+    >>> net = torch.nn.Sequential(torch.nn.Linear(2, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+    >>> def residual(x):  # of −Δu = 1
+    ...     x = x.detach().requires_grad_()
+    ...     (g,) = torch.autograd.grad(net(x).sum(), x, create_graph=True)
+    ...     second = [torch.autograd.grad(g[:, i].sum(), x, create_graph=True)[0] for i in (0, 1)]
+    ...     return (sum(s[:, i] for i, s in enumerate(second)) + 1).square().mean()
+    >>> step = db.compile(residual, compiler="eager")
+    >>> step(torch.rand(16, 2)).backward()
+    """
+    if not callable(fn):
+        raise InputError(f"compile takes a function that returns a loss, not {fn!r}")
+    if compiler not in COMPILERS:
+        raise InputError(f"compiler must be one of {', '.join(COMPILERS)}, not {compiler!r}")
+    if scaler is not None and not hasattr(scaler, "scale"):
+        raise InputError(f"scaler must be a torch.amp.GradScaler, not {type(scaler).__name__}")
+    return Compiled(fn, compiler, scaler, dynamic, strict)
+
+
+class Compiled:
+    """What `compile` returns: called as the function, whose gradients it computes at once.
+
+    traces: how many graphs there are of it.
+    """
+
+    def __init__(
+        self, fn: Callable, compiler: str, scaler: Any, dynamic: bool | None, strict: bool
+    ) -> None:
+        functools.update_wrapper(self, fn, updated=())
+        self.fn, self.compiler, self.scaler = fn, compiler, scaler
+        self.dynamic, self.strict = dynamic, strict
+        self.traces = 0
+        self.refusal: CaptureError | None = None
+        self._again = 0.0
+        self._constants = False  # whether Python's numbers are constants of the graph
+        self._patched = False
+        self._warned: set[str] = set()
+        self._changes: list[str] = []
+        self._surroundings: dict[Any, tuple[Surroundings, ...]] = {}
+        self._functions: dict[Any, Callable] = {}
+        self._run = torch.compiler.disable(self._call)
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        """As a method of a class, where it decorates one."""
+        return self if instance is None else functools.partial(self, instance)
+
+    def __reduce__(self) -> tuple:
+        """Copies and pickles begin without graphs, which belong to the function as it was."""
+        return Compiled, (self.fn, self.compiler, self.scaler, self.dynamic, self.strict)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run(args, kwargs)  # type: ignore[call-arg]
+
+    def _call(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+        if peek_interpreter_stack() is not None:
+            raise InputError(
+                "torch.func (grad, vmap, jvp, …) cannot transform a compiled loss; take these "
+                "derivatives inside the function that is compiled"
+            )
+        now = time.monotonic()
+        if self.refusal is None or now >= self._again:
+            try:
+                return self._through(args, kwargs)
+            except CaptureError as error:
+                if self.strict:
+                    raise
+                # without its causes, whose frames hold the arguments
+                self.refusal = CaptureError(str(error))
+                self._again = time.monotonic() + PATIENCE * (time.monotonic() - now)
+        result = self._on_autograd(args, kwargs)
+        self._say(f"{self.refusal}\n  Until then it runs on autograd.", "autograd")
+        return result
+
+    def _on_autograd(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """fn itself. Putting the library's derivatives in takes as long as a small step, so they
+        stay from the first such call on, for as long as this object lives."""
+        if not self._patched and supported(torch.__version__):
+            self._patched = True
+            held = patched()
+            held.__enter__()
+            weakref.finalize(self, held.__exit__, None, None, None).atexit = False
+        result = self.fn(*args, **kwargs)
+        loss = _first(result)
+        _check(loss, torch.is_grad_enabled())
+        return _with_first(result, loss, Tensor.detach)
+
+    def _say(self, text: str, about: str) -> None:
+        if about not in self._warned:
+            self._warned.add(about)
+            warn(text)
+
+    # --------------------------------------------------------------------------- Dynamo
+
+    def _through(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """The call by graphs, raising `CaptureError` where there can be none.
+
+        Dynamo looks at fn without the library's derivatives first, which few functions need for
+        that, and makes symbols of Python's numbers that change, which few operators do not take.
+        """
+        try:
+            return self._enter(args, kwargs)
+        except _Refusal as refusal:
+            lacking = refusal.lacking and supported(torch.__version__)
+            if not lacking and (self._constants or not refusal.late):
+                raise
+        with patched() if lacking else nullcontext():
+            self._constants = self._constants or not lacking
+            return self._enter(args, kwargs)
+
+    def _enter(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+        call = _LossCall(args, kwargs)
+        stack = _calls()
+        stack.append(call)
+        failure, found = None, (None, None)
+        try:
+            with _torch.dynamo_config.patch(_settings(self._constants)):
+                found = self._function((*args, *kwargs.values()))(
+                    self.fn, call.args, call.kwargs, _TOOLS
+                )  # fmt: skip
+        except Exception as error:
+            if error is call.error:
+                raise
+            failure = error
+        finally:
+            stack.pop()
+        if failure is not None:
+            refusal = call.error or _Refusal(self.fn, failure)
+            forget(failure)
+            raise refusal
+        loss, result = found
+        if call.loss is None:  # no operator of PyTorch at all
+            _check(loss, torch.is_grad_enabled())
+        self.refusal = None
+        return _with_first(result, loss, lambda t: t)
+
+    def _function(self, args: tuple) -> Callable:
+        """`_observed` with a code object and a name of its own: by the one Dynamo keeps its graphs,
+        by the other it remembers which sizes have changed."""
+        given = [m for m in args if isinstance(m, nn.Module)]
+        key = self._key(given)
+        found = self._functions.get(key)
+        if found is None:
+            self._surroundings.clear()
+            key = self._key(given)
+            code = _observed.__code__.replace(co_name=f"call_loss_{next(_count)}")
+            # Dynamo looks for other functions' globals in the module of their name
+            own = FunctionType(code, _globals(self.fn))
+            me = weakref.ref(self)  # Dynamo never forgets a backend
+
+            def receive(module: torch.fx.GraphModule, given: Sequence[Any]) -> Callable:
+                return me()._receive(module, given)  # type: ignore[union-attr]
+
+            def changed(failure: Any) -> None:
+                me()._changed(failure)  # type: ignore[union-attr]
+
+            optimise = _torch.dynamo_optimize(
+                receive, nopython=True, dynamic=self.dynamic, guard_fail_fn=changed
+            )
+            found = optimise(own)
+            assert found is not None
+            if len(self._functions) >= MANY:
+                self._functions.pop(next(iter(self._functions)))
+            self._functions[key] = found
+        return found
+
+    def _key(self, given: Sequence[nn.Module]) -> tuple:
+        """What Dynamo does not guard, of the modules that fn holds or is given."""
+        if not self._surroundings:
+            held = _modules(self.fn)
+            self._surroundings = {self: tuple(Surroundings(m) for m in held)}
+        for module in given:
+            if module not in self._surroundings:
+                self._surroundings[module] = (Surroundings(module),)
+        keys = (self._surroundings[holder] for holder in (self, *given))
+        return tuple([s.key() for each in keys for s in each])
+
+    def _changed(self, failure: Any) -> None:
+        self._changes = [*self._changes[-3:], str(failure.reason).splitlines()[0]]
+
+    def _receive(self, module: torch.fx.GraphModule, given: Sequence[Any]) -> Callable:
+        """Dynamo's backend: the graph is differentiated and compiled, and run by whoever calls."""
+        call = _calls()[-1]
+        try:
+            loss = take_mark(module)
+            if loss is None:
+                _check(None, False)
+            strange = [t for t in given if isinstance(t, Tensor) and not plain(t)]
+            if strange:
+                raise CaptureError(
+                    f"it meets a {type(strange[0]).__name__} of layout {strange[0].layout} "
+                    "(distributed, sparse or quantised), which cannot be traced"
+                )
+            with _patch(), _quiet():
+                step = trace_whole(module, given, self.compiler, self.scaler is not None, _check)
+        except InputError as error:
+            call.error = error
+            raise
+        self.traces += 1
+        if step.halves and self.scaler is None:
+            self._say(
+                f"{_name(self.fn)} computes in float16, and its gradients with it, before a "
+                "GradScaler can scale the loss: pass it, db.compile(fn, scaler=scaler)",
+                "float16",
+            )
+        if self.traces == MANY:
+            changes = "; ".join(dict.fromkeys(self._changes))
+            self._say(
+                f"{_name(self.fn)} was traced {MANY} times because what it reads changed "
+                f"({changes}), and will be at every change; pass what changes often as a tensor",
+                "many",
+            )
+
+        def run(*inputs: Any) -> Sequence[Any]:
+            return self._launch(step, inputs)
+
+        return torch.compiler.disable(run)
+
+    # ------------------------------------------------------------------------------ calls
+
+    def _launch(self, step: WholeStep, inputs: Sequence[Any]) -> Sequence[Any]:
+        call = _calls()[-1]
+        try:
+            _refuse_shared(step, inputs)
+            scale = None
+            if step.scaled:
+                scale = self.scaler.scale(torch.ones((), device=step.device))
+            job = _Job(step, [t.detach() if isinstance(t, Tensor) else t for t in inputs], scale)
+            if step.trained:
+                trained = [call.original(inputs[i]) for i in step.trained]
+                loss = _Value.apply(job, *trained)
+            else:
+                with torch.no_grad():
+                    loss = job.run()[0]
+            call.loss = loss
+            if step.written:
+                with torch.no_grad():
+                    foreach_copy_([inputs[i] for i in step.written], job.updates)
+            return [*job.results[: step.place], loss, *job.results[step.place + 1 :]]
+        except BaseException as error:
+            call.error = error
+            raise
+
+
+def _refuse_shared(step: WholeStep, inputs: Sequence[Any]) -> None:
+    """Raise where a tensor that the graph writes to shares memory with another of its inputs: in
+    the graph they are strangers."""
+    if not step.written:
+        return
+    memory = [t.untyped_storage()._cdata if isinstance(t, Tensor) else None for t in inputs]
+    count = Counter(memory)
+    if any(count[memory[i]] > 1 for i in step.written):
+        raise CaptureError("it writes to a tensor that shares memory with another that it reads")
+
+
+class _Job:
+    """One call of a graph, and what it yields besides the loss."""
+
+    def __init__(self, step: WholeStep, inputs: list[Any], scale: Tensor | None) -> None:
+        self.step, self.inputs, self.scale = step, inputs, scale
+        self.results: Sequence[Any] = ()
+        self.updates: Sequence[Tensor] = ()
+
+    def run(self) -> tuple[Tensor, list[Tensor | None]]:
+        given = [*self.inputs, *(() if self.scale is None else (self.scale,))]
+        self.inputs = []
+        with no_autocast():
+            loss, grads, self.results, self.updates = self.step(given)
+        return loss, grads
+
+
+class _Value(torch.autograd.Function):
+    """The loss; its gradients wait for the one that arrives at it."""
+
+    @staticmethod
+    def forward(ctx: Any, job: _Job, *trained: Tensor) -> Tensor:
+        loss, ctx.grads = job.run()
+        ctx.scale = job.scale
+        ctx.trained = trained
+        return loss.detach()  # another name: the same tensor may stand among the results
+
+    @staticmethod
+    def backward(ctx: Any, arrived: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.grads is None:
+            raise StaleGraphError(
+                "backward a second time: the gradients were freed; pass retain_graph=True to the "
+                "first backward"
+            )
+        with torch.no_grad():
+            # d(loss)/dθ was computed as d(s·loss)/dθ: by what arrived over s, exactly 1 where the
+            # loss was scaled by s
+            by = arrived if ctx.scale is None else arrived / ctx.scale
+            grads = _multiplied(ctx.grads, by)
+        if torch.is_grad_enabled():
+            end = _NoMore.apply(arrived, *ctx.trained)
+            grads = [None if g is None else _Attached.apply(g, end) for g in grads]
+        if not get_current_graph_task_keep_graph():
+            ctx.grads = ctx.trained = None
+        return (None, *grads)
+
+
+def _multiplied(grads: Sequence[Tensor | None], by: Tensor) -> list[Tensor | None]:
+    """Each gradient times one number, in a kernel for all that are alike."""
+    by = by.reshape(())
+    present = [g for g in grads if g is not None]
+    products: list[Tensor | None] = [None] * len(present)
+    groups: dict[Any, list[int]] = {}
+    for i, g in enumerate(present):
+        groups.setdefault((g.device, g.dtype), []).append(i)
+    for (device, _), places in groups.items():
+        factor = by.to(device)
+        if len(places) > 1:
+            found = foreach_mul([present[i] for i in places], factor)
+        else:
+            found = [present[places[0]] * factor]
+        for i, product in zip(places, found, strict=True):
+            products[i] = product
+    each = iter(products)
+    return [None if g is None else next(each) for g in grads]
+
+
+class _NoMore(torch.autograd.Function):
+    """Stands for all that the gradients depend on."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Tensor) -> Tensor:
+        return torch.zeros((), device=inputs[0].device)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise ThirdDerivativeError(
+            "the gradients of a compiled loss are numbers, without a derivative of their own; take "
+            "the further derivative inside the function that is compiled"
+        )
+
+
+class _Attached(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, grad: Tensor, end: Tensor) -> Tensor:
+        ctx.save_for_backward(end)
+        return grad.view_as(grad)
+
+    @staticmethod
+    def backward(ctx: Any, along: Tensor) -> tuple[None, Tensor]:
+        return None, torch.zeros_like(ctx.saved_tensors[0])
+
+
+# --------------------------------------------------------------------- what Dynamo sees
+
+
+def _observed(fn: Callable, args: tuple, kwargs: dict[str, Any], tools: tuple) -> Any:
+    """What Dynamo captures: (the loss, marked; all that fn returns, detached).
+
+    Tensors that need no gradient are handed on under another name, so that fn may say
+    `requires_grad_()` of them. It runs among the globals of fn, so it names none of its own.
+    """
+    tensor, mark, aliases, detached = tools
+    given = [*args, *kwargs.values()]
+    names = aliases(given)
+    count = len(args)
+    result = fn(*names[:count], **dict(zip(kwargs, names[count:])))  # noqa: B905
+    loss = result[0] if isinstance(result, (tuple, list)) and len(result) > 0 else result
+    marked = None
+    if isinstance(loss, tensor):
+        marked = mark(loss).detach()
+    return marked, detached(result)
+
+
+def _aliases(given: list) -> list:
+    """Each tensor without gradient under one new name, however often it stands there."""
+    names: list = []
+    for i, t in enumerate(given):
+        name = t
+        if isinstance(t, Tensor) and not t.requires_grad and t.is_floating_point():
+            name = None
+            for j in range(i):
+                if given[j] is t:
+                    name = names[j]
+            if name is None:
+                name = t.detach()
+        names.append(name)
+    return names
+
+
+def _detached(item: Any) -> Any:
+    if isinstance(item, Tensor):
+        return item.detach()
+    if type(item) is tuple:
+        return tuple([_detached(part) for part in item])
+    if type(item) is list:
+        return [_detached(part) for part in item]
+    if type(item) is dict:
+        return {key: _detached(part) for key, part in item.items()}
+    if isinstance(item, tuple) and hasattr(item, "_fields"):
+        return type(item)(*[_detached(part) for part in item])
+    return item
+
+
+_TOOLS = (Tensor, torch.ops.doubleback.mark, _aliases, _detached)
+
+
+def _globals(fn: Any) -> dict[str, Any]:
+    """Those of a function, of a method, or of a module's forward."""
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    if not isinstance(fn, (FunctionType, MethodType)):
+        fn = type(fn).forward if isinstance(fn, nn.Module) else type(fn).__call__
+    return getattr(inspect.unwrap(fn), "__globals__", globals())
+
+
+def _first(result: Any) -> Any:
+    return result[0] if isinstance(result, (tuple, list)) and result else result
+
+
+def _with_first(result: Any, loss: Any, rest: Callable[[Tensor], Any]) -> Any:
+    """The result with this loss in its place, and `rest` done to the tensors behind it."""
+    if not isinstance(result, (tuple, list)):
+        return loss
+    others = pytree.tree_map_only(Tensor, rest, list(result[1:]))
+    if hasattr(result, "_fields"):
+        return type(result)(loss, *others)
+    return type(result)([loss, *others])
+
+
+def _check(loss: Any, gradients: bool) -> None:
+    """An `InputError` about what is no loss. gradients: whether they are asked for."""
+    wanted = "the function must return a scalar loss, or a tuple that begins with one"
+    if not isinstance(loss, Tensor):
+        found = "" if loss is None else f", not {type(loss).__name__}"
+        raise InputError(f"{wanted}{found}")
+    if loss.dim() and loss.numel() != 1:
+        raise InputError(
+            f"{wanted}, not a tensor of shape {tuple(loss.shape)}: take its mean or its sum"
+        )
+    if not loss.is_floating_point():
+        raise InputError(f"{wanted} of floating-point numbers, not of {loss.dtype}")
+    if gradients and not loss.requires_grad:
+        raise InputError(
+            "the loss does not depend on any parameter or argument that requires grad (is it "
+            "detached, computed under no_grad, or is everything frozen?). For the value alone, "
+            "call it under torch.no_grad()"
+        )
+
+
+# ------------------------------------------------------------------------ surroundings
+
+
+class _LossCall:
+    """One call's arguments, and what became of it. Arguments that were computed from others stand
+    there as leaves: what comes before them is not fn's business."""
+
+    def __init__(self, args: tuple, kwargs: dict[str, Any]) -> None:
+        self._leaves: dict[int, tuple[Tensor, Tensor]] = {}
+        self._originals: dict[int, Tensor] = {}
+        self.args = tuple([self._leaf(t) for t in args])
+        self.kwargs = {name: self._leaf(t) for name, t in kwargs.items()}
+        self.error: BaseException | None = None
+        self.loss: Tensor | None = None
+
+    def _leaf(self, t: Any) -> Any:
+        if not isinstance(t, Tensor) or t.grad_fn is None or not torch.is_grad_enabled():
+            return t
+        if id(t) not in self._leaves:
+            leaf = t.detach().requires_grad_()
+            self._leaves[id(t)] = t, leaf
+            self._originals[id(leaf)] = t
+        return self._leaves[id(t)][1]
+
+    def original(self, t: Tensor) -> Tensor:
+        return self._originals.get(id(t), t)
+
+
+_local = threading.local()
+_count = itertools.count()
+
+
+def _calls() -> list[_LossCall]:
+    """Those of this thread, the innermost last."""
+    if not hasattr(_local, "calls"):
+        _local.calls = []
+    return _local.calls
+
+
+@functools.cache
+def _known(name: str) -> bool:
+    return hasattr(_torch.dynamo_config, name)
+
+
+def _settings(constants: bool) -> dict[str, Any]:
+    wanted = {
+        "trace_autograd_ops": True,  # torch.autograd.grad in the graph
+        "allow_rnn": True,
+        "allow_unspec_int_on_nn_module": not constants,  # a counter is no reason to trace anew
+        "specialize_int": constants,
+        "specialize_float": constants,
+        "skip_nnmodule_hook_guards": False,  # hooks may come and go
+        "recompile_limit": MOST,
+        "accumulated_recompile_limit": 4 * MOST,
+        "fail_on_recompile_limit_hit": False,
+    }
+    return {name: value for name, value in wanted.items() if _known(name)}
+
+
+@contextmanager
+def _patch() -> Iterator[None]:
+    with patched() if supported(torch.__version__) else nullcontext():
+        yield
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """What PyTorch says about its own calls while it compiles is nobody's business: warnings, and
+    that a graph with symbolic numbers in it cannot be kept in the cache on disk."""
+    log = logging.getLogger("torch._inductor.codecache")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        log.setLevel(level)
+
+
+def _modules(fn: Any) -> list[nn.Module]:
+    """Modules that a function is seen to hold: in its closure, its globals, its arguments, and in
+    those of the functions it holds."""
+    found: dict[int, nn.Module] = {}
+    seen: set[int] = set()
+    stack: list[Any] = [fn]
+    while stack:
+        item = stack.pop()
+        if id(item) in seen:
+            continue
+        seen.add(id(item))
+        if isinstance(item, nn.Module):
+            found[id(item)] = item
+        elif isinstance(item, functools.partial):
+            stack += [item.func, *item.args, *item.keywords.values()]
+        elif isinstance(item, MethodType):
+            stack += [item.__self__, item.__func__]
+        elif isinstance(item, FunctionType) and not item.__module__.startswith("torch"):
+            variables = inspect.getclosurevars(item)
+            stack += [*variables.nonlocals.values(), *variables.globals.values()]
+            stack += item.__defaults__ or ()
+        elif isinstance(item, (list, tuple)):
+            stack += item
+        elif isinstance(item, dict):
+            stack += item.values()
+    return list(found.values())
+
+
+def _name(fn: Any) -> str:
+    return getattr(fn, "__qualname__", type(fn).__name__)
+
+
+_FOLDERS = tuple(
+    os.path.dirname(os.path.abspath(module.__file__ or "")) for module in (torch, errors, os)
+)
+
+
+class _Refusal(CaptureError):
+    """Why a function is not one graph: the cause, its line, a remedy.
+
+    lacking: PyTorch has no such derivative; late: Dynamo had a graph of it.
+    """
+
+    def __init__(self, fn: Any, error: BaseException) -> None:
+        self.lacking = "derivative" in str(error)
+        self.late = isinstance(error, _torch.BackendCompilerFailed)
+        inner = getattr(error, "inner_exception", None) or error
+        lines = [line.strip() for line in str(inner).strip().splitlines() if line.strip()]
+        text = lines[0] if lines else type(inner).__name__
+        told = next((x for x in lines if x.startswith("Explanation:")), None)
+        text += f": {told.removeprefix('Explanation:').strip()}" if told else ""
+        frames: list[Any] = list(getattr(error, "real_stack", None) or ())
+        frames += traceback.extract_tb(error.__traceback__)
+        own = [f for f in frames if not os.path.abspath(f.filename).startswith(_FOLDERS)]
+        line = f"{os.path.basename(own[-1].filename)}:{own[-1].lineno}" if own else ""
+        hint = next((hint for word, hint in _REMEDIES if word in str(error)), "")
+        super().__init__(
+            f"{_name(fn)} cannot be traced as one graph: {text}"
+            + (f"\n  stopped at {line}" if line else "")
+            + (f"\n  Remedy: {hint}." if hint else "")
+        )
+
+
+_REMEDIES = (
+    ("Unsupported Tensor.requires_grad_() call",
+     "say x = x.detach().requires_grad_() inside the function"),
+    ("returning intermediate with requires_grad_()",
+     "store no tensor that requires grad on Python objects, or detach it"),
+    ("external grad_fn", "detach what was computed outside, or pass it as an argument"),
+    ("backward()", "use torch.autograd.grad(…, create_graph=True)"),
+    (".item()", "keep Python's branches and sizes independent of the values of tensors"),
+    ("ata-dependent", "keep Python's branches and sizes independent of the values of tensors"),
+    ("ata dependent", "keep Python's branches and sizes independent of the values of tensors"),
+    ("autograd_function_apply", "write it in PyTorch's own operations, or as a custom operator"),
+    ("recompile_limit", "pass what changes at every call as a tensor"),
+    ("C++ compiler", 'without a C++ compiler, db.compile(fn, compiler="eager")'),
+)  # fmt: skip

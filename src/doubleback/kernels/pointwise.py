@@ -1,0 +1,370 @@
+"""g″ of smooth activations by name, the curvature source g″(z)⊙h⊙ξ of a coordinate-wise g
+(theory §2), and what a mask lets through.
+
+On CUDA the source is one Triton kernel: it reads three tensors and writes one, 8 bytes per entry in
+bfloat16. Elsewhere it is plain tensor operations. Arithmetic is float32 for 16-bit tensors. Kinks
+follow autograd.
+
+Every g″ is written once, in + − × ÷ and the few functions of `_WORDS`, and serves tensors and the
+kernel alike (`_in_triton`).
+"""
+
+# pyright: reportInvalidTypeForm=false
+from collections.abc import Callable, Sequence
+from types import FunctionType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..dtypes import accumulation, lifted
+from ..errors import InputError
+from . import launch
+from .launch import Launch, available, jit, look, planned, tl, triton
+
+aten = torch.ops.aten
+
+BLOCK = 1024
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+# g″ ----------------------------------------------------------------------------------------------
+#
+# Each takes three parameters, used or not. y: from the output of g, else from its input z.
+
+exp, sigmoid, where, clamp = torch.exp, torch.sigmoid, torch.where, torch.clamp
+sin, cos = torch.sin, torch.cos
+
+
+def complement(s, z):
+    """1 − s for s = σ(z). The kernel says σ(−z), which on tensors would be a pass over memory."""
+    return 1 - s
+
+
+def _gelu(z, a, b, c):
+    """(2 − z²)·exp(−z²/2)/√(2π)"""
+    z = clamp(z, -64, 64)  # beyond, exp is 0
+    square = z * z
+    return (2 - square) * exp(-0.5 * square) * 0.3989422804014327
+
+
+def _gelu_tanh(z, a, b, c):
+    """(1 − t²)(u′ + ½zu″ − ztu′²), t = tanh(u), u = √(2/π)(z + 0.044715z³)"""
+    z = clamp(z, -32, 32)  # beyond, 1 − t² is 0
+    square = z * z
+    u = 0.7978845608028654 * z * (1 + 0.044715 * square)
+    slope = 0.7978845608028654 * (1 + 0.134145 * square)
+    s = sigmoid(2 * u)  # t = 2s − 1
+    bent = 0.5 * 0.7978845608028654 * 0.26829 * square
+    return 4 * s * complement(s, 2 * u) * (slope + bent - z * (2 * s - 1) * slope * slope)
+
+
+def _silu(z, a, b, c):
+    """σ(1 − σ)(2 + z(1 − 2σ))"""
+    s = sigmoid(z)
+    return s * complement(s, z) * (2 + z * (1 - 2 * s))
+
+
+def _softplus(z, beta, threshold, c):
+    """βσ(βz)(1 − σ(βz)) below the threshold"""
+    s = sigmoid(beta * z)
+    return where(beta * z >= threshold, 0, beta * s * complement(s, beta * z))
+
+
+def _logsigmoid(z, a, b, c):
+    """−σ(z)(1 − σ(z))"""
+    s = sigmoid(z)
+    return -s * complement(s, z)
+
+
+def _mish(z, a, b, c):
+    """2t′ + zt″, t = tanh(log(1 + eᶻ)): t′ = (1 − t²)σ, t″ = (1 − t²)σ(1 − σ − 2tσ)"""
+    z = clamp(z, -1000, 40)  # beyond, t′ and t″ are 0
+    e, s = exp(z), sigmoid(z)
+    whole = e * e + 2 * e + 2  # t = 1 − 2/whole, 1 − t² = 4((1 + e)/whole)²
+    ratio = (1 + e) / whole
+    bend = 1 - s - 2 * (1 - 2 / whole) * s
+    return 4 * ratio * ratio * s * (2 + z * bend)
+
+
+def _elu(z, alpha, scale, inner):
+    """s·α·i²·exp(iz) for z < 0, s and i the scales of output and input"""
+    return where(z >= 0, 0, scale * alpha * inner * inner * exp(inner * z))
+
+
+def _hardswish(z, a, b, c):
+    """⅓ for |z| < 3"""
+    return (z * z < 9).to(z.dtype) / 3
+
+
+def _sin(z, a, b, c):
+    """−sin(z)"""
+    return -sin(z)
+
+
+def _cos(z, a, b, c):
+    """−cos(z)"""
+    return -cos(z)
+
+
+def _sigmoid(y, a, b, c):
+    """y(1 − y)(1 − 2y)"""
+    return y * (1 - y) * (1 - 2 * y)
+
+
+def _tanh(y, a, b, c):
+    """−2y(1 − y²)"""
+    return -2 * y * (1 - y * y)
+
+
+def _exp(y, a, b, c):
+    """y"""
+    return y
+
+
+def _log(z, a, b, c):
+    """−1/z²"""
+    return -1 / (z * z)
+
+
+def _sqrt(y, a, b, c):
+    """−1/(4y³)"""
+    return -0.25 / (y * y * y)
+
+
+def _rsqrt(y, a, b, c):
+    """¾y⁵"""
+    return 0.75 * y * y * y * y * y
+
+
+def _reciprocal(y, a, b, c):
+    """2y³"""
+    return 2 * y * y * y
+
+
+# name: (g″, names of its parameters)
+TABLE: dict[str, tuple[Any, ...]] = {
+    "gelu": (_gelu,),
+    "gelu_tanh": (_gelu_tanh,),
+    "silu": (_silu,),
+    "softplus": (_softplus, "beta", "threshold"),
+    "logsigmoid": (_logsigmoid,),
+    "mish": (_mish,),
+    "elu": (_elu, "alpha", "scale", "input_scale"),
+    "hardswish": (_hardswish,),
+    "sin": (_sin,),
+    "cos": (_cos,),
+    "sigmoid": (_sigmoid,),  # y
+    "tanh": (_tanh,),  # y
+    "exp": (_exp,),  # y
+    "log": (_log,),
+    "sqrt": (_sqrt,),  # y
+    "rsqrt": (_rsqrt,),  # y
+    "reciprocal": (_reciprocal,),  # y
+}
+
+
+def _three(parameters: Sequence[float]) -> tuple[float, ...]:
+    return (*(float(p) for p in parameters), 0.0, 0.0, 0.0)[:3]
+
+
+def second(name: str, v: Tensor, *parameters: float) -> Tensor:
+    """g″ at v, in plain tensor operations.
+
+    >>> second("elu", torch.zeros(1) - 1e-9, 2.0, 1.0, 1.0)
+    tensor([2.])
+    """
+    return TABLE[name][0](v, *_three(parameters))
+
+
+# In Triton ---------------------------------------------------------------------------------------
+
+
+@jit
+def _triton_exp(z):
+    return tl.exp(z)
+
+
+@jit
+def _triton_sigmoid(z):
+    return tl.sigmoid(z)
+
+
+@jit
+def _triton_complement(s, z):
+    return tl.sigmoid(-z)
+
+
+@jit
+def _triton_where(condition, a, b):
+    return tl.where(condition, a, b)
+
+
+@jit
+def _triton_clamp(z, low, high):
+    """NaN stays NaN."""
+    return tl.where(z > high, high, tl.where(z < low, low, z))
+
+
+@jit
+def _triton_sin(z):
+    return tl.sin(z)
+
+
+@jit
+def _triton_cos(z):
+    return tl.cos(z)
+
+
+_WORDS = {
+    "exp": _triton_exp,
+    "sigmoid": _triton_sigmoid,
+    "complement": _triton_complement,
+    "where": _triton_where,
+    "clamp": _triton_clamp,
+    "sin": _triton_sin,
+    "cos": _triton_cos,
+    "tl": tl,
+}
+
+
+def _in_triton(function: Callable) -> Any:
+    """A g″ as a kernel's function: the same code, whose words are Triton's."""
+    return jit(FunctionType(function.__code__, {**globals(), **_WORDS}, function.__name__))
+
+
+_KERNELS = {name: _in_triton(function) for name, (function, *_) in TABLE.items()}
+
+
+@jit
+def _curvature_kernel(
+    z_ptr, h_ptr, xi_ptr, out_ptr, n,
+    SECOND: tl.constexpr, A: tl.constexpr, B: tl.constexpr, C: tl.constexpr,
+    ACC: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    live = at < n
+    z = tl.load(z_ptr + at, mask=live, other=1).to(ACC)
+    h = tl.load(h_ptr + at, mask=live, other=0).to(ACC)
+    xi = tl.load(xi_ptr + at, mask=live, other=0).to(ACC)
+    tl.store(out_ptr + at, SECOND(z, A, B, C) * h * xi, mask=live)
+
+
+def supports(name: str, *tensors: Tensor) -> bool:
+    """Whether `launch_curvature` can run: CUDA tensors of one shape, and Triton is there."""
+    first = tensors[0]
+    return (
+        available()
+        and name in TABLE
+        and all(t.is_cuda and t.device == first.device for t in tensors)
+        and all(t.dtype in DTYPES and t.shape == first.shape for t in tensors)
+    )
+
+
+def launch_curvature(name: str, z: Tensor, h: Tensor, xi: Tensor, *params: float) -> Tensor:
+    """g″(z)⊙h⊙ξ by the kernel, laid out like z, in z's dtype.
+
+    >>> launch_curvature("softplus", z, h, xi, 1.0, 20.0)  # doctest: +SKIP
+    """
+    key = (name, params, look(z), look(h), look(xi))
+    plan = planned(_plans, key, lambda: _CurvaturePlan.of(name, z, h, xi, *params))
+    out = torch.empty_like(z)
+    if plan.launch is not None:
+        given = (z, h, xi)
+        if plan.copies is not None:
+            pairs = zip(given, plan.copies, strict=True)
+            given = (torch.empty_like(out).copy_(t) if copy else t for t, copy in pairs)
+        plan.launch(*given, out)
+    return out
+
+
+class _CurvaturePlan(NamedTuple):
+    """How a call is launched, and which of z, h, ξ are first laid out like the result."""
+
+    launch: Launch | None
+    copies: tuple[bool, bool, bool] | None
+
+    @classmethod
+    def of(cls, name: str, z: Tensor, h: Tensor, xi: Tensor, *params: float) -> "_CurvaturePlan":
+        _check(name, params)
+        size, out = z.numel(), torch.empty_like(z)
+        if not size:
+            return cls(None, None)
+        a, b, c = _three(params)
+        wide = accumulation(z.dtype) == torch.float64
+        launch = Launch(
+            _curvature_kernel, (triton.cdiv(size, BLOCK),), (size,), SECOND=_KERNELS[name],
+            A=a, B=b, C=c, SIZE=BLOCK, ACC=tl.float64 if wide else tl.float32,
+        )  # fmt: skip
+        copies = (
+            not _same_layout(z, out),
+            not _same_layout(h, out),
+            not _same_layout(xi, out),
+        )
+        return cls(launch, copies if any(copies) else None)
+
+
+_plans: dict[Any, _CurvaturePlan] = {}
+
+
+def _check(name: str, params: Sequence[float]) -> None:
+    if name not in TABLE or len(params) != len(TABLE[name][1:]):
+        known = "; ".join(" ".join((n, *rest)) for n, (_, *rest) in TABLE.items())
+        raise InputError(
+            f"curvature: no function {name!r} of {len(params)} parameters; known are {known}"
+        )
+
+
+def _same_layout(t: Tensor, out: Tensor) -> bool:
+    """Whether entry k of t's memory is entry k of out's; `out` is dense."""
+    strides = zip(t.shape, t.stride(), out.stride(), strict=True)
+    return all(size == 1 or mine == its for size, mine, its in strides)
+
+
+# For sweeps and patches --------------------------------------------------------------------------
+
+
+def curvature(name: str, z: Tensor, h: Tensor, xi: Tensor) -> Tensor:
+    """g″(z)⊙h⊙ξ in z's dtype, computed in float32 for 16 bits.
+
+    >>> z = torch.zeros(1)
+    >>> curvature("silu", z, torch.ones(1), 2 * torch.ones(1))
+    tensor([1.])
+    """
+    if launch.eager(z, h, xi) and supports(name, z, h, xi):
+        return launch_curvature(name, z, h, xi)
+    return (second(name, lifted(z)) * lifted(h) * lifted(xi)).to(z.dtype)
+
+
+def _launch(name: str, z: Tensor, h: Tensor, xi: Tensor, params: Sequence[float]) -> Tensor:
+    return launch_curvature(name, z, h, xi, *params)
+
+
+launch.opaque(
+    "curvature(str name, Tensor z, Tensor h, Tensor xi, float[] params) -> Tensor",
+    _launch,
+    lambda name, z, h, xi, params: torch.empty_like(z),
+)
+
+
+def fused_curvature(name: str, z: Tensor, h: Tensor, xi: Tensor, *params: float) -> Tensor | None:
+    """The same in the form that the sweeps need now; None where they write the formula out."""
+    if launch.fusing() or not launch.on_cuda(z, h, xi) or not supports(name, z, h, xi):
+        return None
+    if launch.recording():  # one node of the flattened sweeps
+        return torch.ops.doubleback.curvature(name, z, h, xi, [float(p) for p in params])
+    return launch_curvature(name, z, h, xi, *params)
+
+
+def cleared(flat: Tensor, y: Tensor, zero: Tensor | float = 0.0) -> Tensor:
+    """y, with zeros where `flat` is true.
+
+    On a CPU PyTorch's `where` goes one entry after the other, and takes ten times as long as the
+    vjp of hardtanh, which lets through what lies between its bounds.
+
+    >>> cleared(torch.tensor([True, False]), torch.tensor([float("inf"), 2.0]))
+    tensor([0., 2.])
+    """
+    if y.device.type != "cpu" or launch.fusing():
+        return torch.where(flat, zero, y)  # type: ignore[call-overload]
+    return aten.hardtanh_backward(y, flat.view(torch.uint8).to(y.dtype), -1, 0.5)

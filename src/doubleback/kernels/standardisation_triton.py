@@ -1,0 +1,567 @@
+"""Tangent and curvature of standardisation on CUDA, in fused kernels (formulas: standardisation).
+
+| route      | for                                            | read and written per entry of x  |
+| ---------- | ---------------------------------------------- | -------------------------------- |
+| one pass   | groups that are contiguous rows of up to 8192  | x, q, ξ once; t_y, s_x: 5 units  |
+| two passes | strided or longer groups                       | x, q, ξ twice; t_y, s_x: 8 units |
+
+A unit is the size of one entry: 10 or 16 bytes in bfloat16. Where t_y or s_x is not wanted it is
+one unit less; the tangent alone takes 3 or 5. Partial sums go to small buffers and are added in
+a fixed order, without atomics: equal input, equal bits.
+
+In two passes x is seen as (O, C, S), with any strides: O examples, C channels, S entries.
+
+| norm                  | O    | C | S     | one group                                         |
+| --------------------- | ---- | - | ----- | ------------------------------------------------- |
+| batch, contiguous     | N    | C | H·W   | one channel of all examples: one *set* of O       |
+| batch, channels-last  | 1    | C | N·H·W | the same                                          |
+| group, instance       | N    | C | H·W   | C/G channels of one example: O sets of 1          |
+| layer, RMS, long rows | rows | 1 | row   | the same, with a weight per entry, not per channel |
+"""
+
+# pyright: reportInvalidTypeForm=false
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..dtypes import accumulation
+from .launch import Launch, jit, look, planned, power_of_two, resident, tl, triton
+
+if TYPE_CHECKING:
+    from .standardisation import Groups, Point, Three
+
+LONGEST = 8192  # entries of a row that is kept in registers: more of them spill
+TILE = 2048  # entries that a program holds at a time, where it can choose
+RESIDENT = 12  # programs per multiprocessor that loop: whole rounds of the 2 or 3 that fit
+
+
+# Kernels -----------------------------------------------------------------------------------------
+
+
+@jit
+def _tangent(q, x_hat, r, mean_q, c):
+    """t = rP(q)."""
+    return r * (q - mean_q - c * x_hat)
+
+
+@jit
+def _source(g, t, x_hat, r, mean_g, a, c, phi):
+    """s_x = −r²(cP(g) + aP(q)) − rφx̂ with t = rP(q)."""
+    return -r * (r * c * (g - mean_g - a * x_hat) + a * t + phi * x_hat)
+
+
+@jit
+def rows_kernel(
+    xi_ptr, q_ptr, x_ptr, mean_ptr, rstd_ptr, w_ptr, t_y_ptr, s_x_ptr, s_w_ptr, rows, per_example,
+    channels, length,
+    ROWS: tl.constexpr, CHANNELS: tl.constexpr, LENGTH: tl.constexpr, ACC: tl.constexpr,
+    RMS: tl.constexpr, AFFINE: tl.constexpr, PER_ENTRY: tl.constexpr, TANGENT: tl.constexpr,
+    SOURCE: tl.constexpr, WEIGHTED: tl.constexpr,
+):  # fmt: skip
+    entry = tl.arange(0, CHANNELS * LENGTH)
+    channel, place = entry // LENGTH, entry % LENGTH
+    inside = (channel < channels) & (place < length)
+    offset = channel * length + place
+    m = channels * length
+    same_w = tl.full((1, 1), 1, ACC)
+    if AFFINE and PER_ENTRY:
+        same_w = tl.load(w_ptr + offset, mask=inside, other=0).to(ACC)[None, :]
+    total = tl.zeros((ROWS, CHANNELS * LENGTH), ACC)
+    for first in range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS):
+        row = first + tl.arange(0, ROWS)
+        live = (row < rows)[:, None] & inside[None, :]
+        at = row.to(tl.int64)[:, None] * m + offset[None, :]
+        r = tl.load(rstd_ptr + row, mask=row < rows, other=0).to(ACC)[:, None]
+        x_hat = tl.load(x_ptr + at, mask=live, other=0).to(ACC)
+        q = tl.load(q_ptr + at, mask=live, other=0).to(ACC)
+        mean_q = tl.zeros((ROWS, 1), ACC)
+        if not RMS:
+            mean = tl.load(mean_ptr + row, mask=row < rows, other=0).to(ACC)[:, None]
+            x_hat = tl.where(live, x_hat - mean, 0)
+            mean_q = tl.sum(q, 1)[:, None] / m
+        x_hat *= r
+        c = tl.sum((q - mean_q) * x_hat, 1)[:, None] / m
+        t = _tangent(q, x_hat, r, mean_q, c)
+        if AFFINE and not PER_ENTRY:
+            at_w = ((row % per_example) * channels)[:, None] + channel[None, :]
+            w = tl.load(w_ptr + at_w, mask=live, other=0).to(ACC)
+        else:
+            w = same_w
+        if TANGENT:
+            tl.store(t_y_ptr + at, w * t, mask=live)
+        if SOURCE or WEIGHTED:
+            xi = tl.load(xi_ptr + at, mask=live, other=0).to(ACC)
+            if SOURCE:
+                g = w * xi
+                mean_g = tl.zeros((ROWS, 1), ACC)
+                if not RMS:
+                    mean_g = tl.sum(g, 1)[:, None] / m
+                a = tl.sum((g - mean_g) * x_hat, 1)[:, None] / m
+                phi = tl.sum(g * t, 1)[:, None] / m
+                tl.store(s_x_ptr + at, _source(g, t, x_hat, r, mean_g, a, c, phi), mask=live)
+            if WEIGHTED and PER_ENTRY:
+                total += xi * t
+            if WEIGHTED and not PER_ENTRY:
+                cells = tl.sum(tl.reshape(xi * t, (ROWS, CHANNELS, LENGTH)), 2)
+                column = tl.arange(0, CHANNELS)[None, :]
+                keep = (row < rows)[:, None] & (column < channels)
+                tl.store(s_w_ptr + row[:, None] * channels + column, cells, mask=keep)
+    if WEIGHTED and PER_ENTRY:
+        at_w = tl.program_id(0).to(tl.int64) * m + entry
+        tl.store(s_w_ptr + at_w, tl.sum(total, 0), mask=inside)
+
+
+# Two passes --------------------------------------------------------------------------------------
+
+
+@jit
+def sums_kernel(
+    xi_ptr, q_ptr, x_ptr, mean_ptr, rstd_ptr, w_ptr, sums_ptr, plane, examples, channels, entries,
+    example_stride, channel_stride, entry_stride, inner, per_set, channels_per_group, parts,
+    CHANNELS: tl.constexpr, ENTRIES: tl.constexpr, ACC: tl.constexpr, RMS: tl.constexpr,
+    AFFINE: tl.constexpr, PER_ENTRY: tl.constexpr, TANGENT: tl.constexpr, SOURCE: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+):  # fmt: skip
+    """Σq, Σq⊙x̂, Σξ, Σξ⊙x̂, Σξ⊙q over cells; with a weight per entry, w⊙ξ in place of ξ."""
+    blocks = tl.cdiv(channels, CHANNELS)
+    part, rest = tl.program_id(0) % parts, tl.program_id(0) // parts
+    block, which = rest % blocks, rest // blocks
+    channel = block * CHANNELS + tl.arange(0, CHANNELS)
+    known = channel < channels
+    group = which * per_set + channel // channels_per_group
+    r = tl.load(rstd_ptr + group, mask=known, other=0).to(ACC)[:, None]
+    mean = tl.zeros((CHANNELS, 1), ACC)
+    if not RMS:
+        mean = tl.load(mean_ptr + group, mask=known, other=0).to(ACC)[:, None]
+    span = tl.arange(0, ENTRIES)
+    local = tl.arange(0, CHANNELS)[:, None] * channel_stride + span[None, :] * entry_stride
+    q_1 = tl.zeros((CHANNELS, ENTRIES), ACC)
+    q_x = tl.zeros((CHANNELS, ENTRIES), ACC)
+    xi_1 = tl.zeros((CHANNELS, ENTRIES), ACC)
+    xi_x = tl.zeros((CHANNELS, ENTRIES), ACC)
+    xi_q = tl.zeros((CHANNELS, ENTRIES), ACC)
+    chunks = tl.cdiv(entries, ENTRIES)
+    for item in range(part, inner * chunks, parts):
+        example = (which * inner + item // chunks).to(tl.int64)
+        start = (item % chunks) * ENTRIES
+        live = known[:, None] & (start + span < entries)[None, :]
+        corner = example * example_stride + start.to(tl.int64) * entry_stride
+        at = corner + block.to(tl.int64) * CHANNELS * channel_stride + local
+        x = tl.load(x_ptr + at, mask=live, other=0).to(ACC)
+        q = tl.load(q_ptr + at, mask=live, other=0).to(ACC)
+        x_hat = tl.where(live, (x - mean) * r, 0)
+        q_1 += q
+        q_x += q * x_hat
+        if SOURCE or WEIGHTED:
+            xi = tl.load(xi_ptr + at, mask=live, other=0).to(ACC)
+            if AFFINE and PER_ENTRY:
+                at_w = start + span
+                xi *= tl.load(w_ptr + at_w, mask=at_w < entries, other=0).to(ACC)[None, :]
+            xi_1 += xi
+            xi_x += xi * x_hat
+            xi_q += xi * q
+    cell = (which * channels + channel).to(tl.int64) * parts + part
+    tl.store(sums_ptr + cell, tl.sum(q_1, 1), mask=known)
+    tl.store(sums_ptr + plane + cell, tl.sum(q_x, 1), mask=known)
+    if SOURCE or WEIGHTED:
+        tl.store(sums_ptr + 2 * plane + cell, tl.sum(xi_1, 1), mask=known)
+        tl.store(sums_ptr + 3 * plane + cell, tl.sum(xi_x, 1), mask=known)
+        tl.store(sums_ptr + 4 * plane + cell, tl.sum(xi_q, 1), mask=known)
+
+
+@jit
+def combine_kernel(
+    sums_ptr, rstd_ptr, w_ptr, values_ptr, s_w_ptr, plane, channels, per_set, channels_per_group,
+    parts, m,
+    CHANNELS: tl.constexpr, PARTS: tl.constexpr, ACC: tl.constexpr, RMS: tl.constexpr,
+    AFFINE: tl.constexpr, PER_ENTRY: tl.constexpr, TANGENT: tl.constexpr, SOURCE: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+):  # fmt: skip
+    """mean(q), c, mean(g), a, φ of one group, and s_w of its channels."""
+    group = tl.program_id(0)
+    groups = tl.num_programs(0)
+    first = (group % per_set) * channels_per_group
+    base = sums_ptr + ((group // per_set) * channels + first).to(tl.int64) * parts
+    q_1 = tl.zeros((CHANNELS,), ACC)
+    q_x = tl.zeros((CHANNELS,), ACC)
+    g_1 = tl.zeros((CHANNELS,), ACC)
+    g_x = tl.zeros((CHANNELS,), ACC)
+    g_q = tl.zeros((CHANNELS,), ACC)
+    for start in range(0, channels_per_group, CHANNELS):
+        channel = start + tl.arange(0, CHANNELS)
+        known = channel < channels_per_group
+        w = tl.full((CHANNELS,), 1, ACC)
+        if AFFINE and not PER_ENTRY:
+            w = tl.load(w_ptr + first + channel, mask=known, other=0).to(ACC)
+        for begin in range(0, parts, PARTS):
+            part = begin + tl.arange(0, PARTS)
+            live = known[:, None] & (part < parts)[None, :]
+            at = base + channel[:, None] * parts + part[None, :]
+            q_1 += tl.sum(tl.load(at, mask=live, other=0), 1)
+            q_x += tl.sum(tl.load(at + plane, mask=live, other=0), 1)
+            if SOURCE:
+                g_1 += w * tl.sum(tl.load(at + 2 * plane, mask=live, other=0), 1)
+                g_x += w * tl.sum(tl.load(at + 3 * plane, mask=live, other=0), 1)
+                g_q += w * tl.sum(tl.load(at + 4 * plane, mask=live, other=0), 1)
+    r = tl.load(rstd_ptr + group).to(ACC)
+    c = tl.sum(q_x, 0) / m
+    mean_q, mean_g = c * 0, c * 0
+    if not RMS:
+        mean_q = tl.sum(q_1, 0) / m
+        mean_g = tl.sum(g_1, 0) / m
+    a = tl.sum(g_x, 0) / m
+    tl.store(values_ptr + group, mean_q)
+    tl.store(values_ptr + groups + group, c)
+    if SOURCE:
+        tl.store(values_ptr + 2 * groups + group, mean_g)
+        tl.store(values_ptr + 3 * groups + group, a)
+        phi = r * (tl.sum(g_q, 0) / m - mean_g * mean_q - a * c)
+        tl.store(values_ptr + 4 * groups + group, phi)
+    if WEIGHTED and not PER_ENTRY:
+        for start in range(0, channels_per_group, CHANNELS):
+            channel = start + tl.arange(0, CHANNELS)
+            known = channel < channels_per_group
+            s_w = tl.zeros((CHANNELS,), ACC)
+            for begin in range(0, parts, PARTS):
+                part = begin + tl.arange(0, PARTS)
+                live = known[:, None] & (part < parts)[None, :]
+                at = base + channel[:, None] * parts + part[None, :]
+                xi_1 = tl.load(at + 2 * plane, mask=live, other=0)
+                xi_x = tl.load(at + 3 * plane, mask=live, other=0)
+                xi_q = tl.load(at + 4 * plane, mask=live, other=0)
+                s_w += tl.sum(xi_q - mean_q * xi_1 - c * xi_x, 1)
+            at_w = (group // per_set) * channels + first + channel
+            tl.store(s_w_ptr + at_w, r * s_w, mask=known)
+
+
+@jit
+def apply_kernel(
+    xi_ptr, q_ptr, x_ptr, mean_ptr, rstd_ptr, w_ptr, t_y_ptr, s_x_ptr, s_w_ptr, values_ptr,
+    groups, examples, channels, entries, example_stride, channel_stride, entry_stride, inner,
+    per_set, channels_per_group, parts,
+    CHANNELS: tl.constexpr, ENTRIES: tl.constexpr, ACC: tl.constexpr, RMS: tl.constexpr,
+    AFFINE: tl.constexpr, PER_ENTRY: tl.constexpr, TANGENT: tl.constexpr, SOURCE: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+):  # fmt: skip
+    """t_y and s_x from the five numbers of each group; Σ ξ⊙t where each entry has its weight."""
+    chunks = tl.cdiv(entries, ENTRIES)
+    part, rest = tl.program_id(0) % parts, tl.program_id(0) // parts
+    start, block = (rest % chunks) * ENTRIES, rest // chunks
+    channel = block * CHANNELS + tl.arange(0, CHANNELS)
+    known = channel < channels
+    entry = start + tl.arange(0, ENTRIES)
+    live = known[:, None] & (entry < entries)[None, :]
+    local = tl.arange(0, CHANNELS)[:, None] * channel_stride
+    local += tl.arange(0, ENTRIES)[None, :] * entry_stride
+    corner = start.to(tl.int64) * entry_stride + block.to(tl.int64) * CHANNELS * channel_stride
+    w = tl.full((1, 1), 1, ACC)
+    if AFFINE and PER_ENTRY:
+        w = tl.load(w_ptr + entry, mask=entry < entries, other=0).to(ACC)[None, :]
+    elif AFFINE:
+        w = tl.load(w_ptr + channel, mask=known, other=0).to(ACC)[:, None]
+    total = tl.zeros((CHANNELS, ENTRIES), ACC)
+    for example in range(part, examples, parts):
+        group = (example // inner) * per_set + channel // channels_per_group
+        at = tl.cast(example, tl.int64) * example_stride + corner + local
+        value = values_ptr + group
+        mean_q = tl.load(value, mask=known, other=0)[:, None]
+        c = tl.load(value + groups, mask=known, other=0)[:, None]
+        r = tl.load(rstd_ptr + group, mask=known, other=0).to(ACC)[:, None]
+        x_hat = tl.load(x_ptr + at, mask=live, other=0).to(ACC)
+        if not RMS:
+            x_hat -= tl.load(mean_ptr + group, mask=known, other=0).to(ACC)[:, None]
+        x_hat *= r
+        q = tl.load(q_ptr + at, mask=live, other=0).to(ACC)
+        t = _tangent(q, x_hat, r, mean_q, c)
+        if TANGENT:
+            tl.store(t_y_ptr + at, w * t, mask=live)
+        if SOURCE or (WEIGHTED and PER_ENTRY):
+            xi = tl.load(xi_ptr + at, mask=live, other=0).to(ACC)
+            if SOURCE:
+                mean_g = tl.load(value + 2 * groups, mask=known, other=0)[:, None]
+                a = tl.load(value + 3 * groups, mask=known, other=0)[:, None]
+                phi = tl.load(value + 4 * groups, mask=known, other=0)[:, None]
+                s_x = _source(w * xi, t, x_hat, r, mean_g, a, c, phi)
+                tl.store(s_x_ptr + at, s_x, mask=live)
+            if WEIGHTED and PER_ENTRY:
+                total += xi * t
+    if WEIGHTED and PER_ENTRY:
+        at_w = part.to(tl.int64) * entries + entry
+        tl.store(s_w_ptr + at_w, tl.sum(total, 0), mask=entry < entries)
+
+
+# Launching ---------------------------------------------------------------------------------------
+
+
+class _Kind(NamedTuple):
+    """Everything that calls with the same launches have in common."""
+
+    groups: "Groups"
+    shape: tuple[int, ...]
+    contiguous: bool  # else channels-last
+    dtype: torch.dtype
+    device: torch.device
+    affine: bool
+    tangent: bool
+    source: bool
+    weighted: bool  # s_w is wanted
+
+    @property
+    def accumulator(self) -> torch.dtype:
+        return accumulation(self.dtype)
+
+    @property
+    def flags(self) -> dict[str, Any]:
+        return {
+            "ACC": tl.float64 if self.accumulator == torch.float64 else tl.float32,
+            "RMS": self.groups.rms,
+            "AFFINE": self.affine,
+            "PER_ENTRY": self.groups.kind == "rows",
+            "TANGENT": self.tangent,
+            "SOURCE": self.source,
+            "WEIGHTED": self.weighted,
+        }
+
+    @property
+    def channels_per_group(self) -> int:
+        over_channels = self.groups.kind == "channels"
+        return self.shape[1] // (self.groups.count or self.shape[1]) if over_channels else 1
+
+    @property
+    def group_size(self) -> int:
+        groups, shape = self.groups, self.shape
+        if groups.kind == "rows":
+            return math.prod(groups.shape)
+        examples = shape[0] if groups.kind == "batch" else 1
+        return examples * self.channels_per_group * math.prod(shape[2:])
+
+
+class _Call(NamedTuple):
+    """The tensors of a call, in the order of the kernels' arguments."""
+
+    xi: Tensor | None
+    q: Tensor
+    x: Tensor
+    mean: Tensor | None
+    rstd: Tensor
+    weight: Tensor | None
+    t_y: Tensor | None
+    s_x: Tensor | None
+
+
+class _StandardisationPlan(NamedTuple):
+    """How calls that look alike are run: on which layout, whether it has to be made first, and
+    what gives s_w and fills t_y and s_x."""
+
+    form: torch.memory_format
+    copies: bool
+    run: "Callable[[_Call], Tensor | None]"
+
+    @classmethod
+    def of(
+        cls, at: "Point", xi: Tensor | None, q: Tensor, mask: Sequence[bool]
+    ) -> "_StandardisationPlan":
+        groups, x = at.groups, at.x
+        if groups.kind == "channels":
+            groups.per_example(x)  # says which channels do not divide
+        form = groups.layout(x)
+        images, others = (x, q, xi), at[2:]
+        copies = not all(t is None or t.is_contiguous(memory_format=form) for t in images)
+        copies = copies or not all(t is None or t.is_contiguous() for t in others)
+        laid = x.contiguous(memory_format=form)
+        kind = _Kind(
+            groups, tuple(x.shape), laid.is_contiguous(), x.dtype, x.device,
+            at.weight is not None, *mask,
+        )  # fmt: skip
+        return cls(form, copies, (_one_pass if _are_short_rows(kind) else _two_passes)(kind))
+
+
+_plans: dict[Any, _StandardisationPlan] = {}
+
+
+def second(at: "Point", xi: Tensor | None, q: Tensor, mask: Sequence[bool]) -> "Three":
+    """(t_y, s_x, s_w) as in `standardise_second`; `mask` says which are wanted."""
+    groups, x, mean, rstd, weight = at
+    key = (groups, *mask, *map(look, (xi, q, x, mean, rstd, weight)))
+    plan = planned(_plans, key, lambda: _StandardisationPlan.of(at, xi, q, mask))
+    if plan.copies:
+        x, q, xi = (t if t is None else t.contiguous(memory_format=plan.form) for t in (x, q, xi))  # type: ignore[misc]
+        mean, rstd, weight = (t if t is None else t.contiguous() for t in (mean, rstd, weight))  # type: ignore[misc]
+    t_y = torch.empty_like(x) if mask[0] else None
+    s_x = torch.empty_like(x) if mask[1] else None
+    s_w = plan.run(_Call(xi, q, x, mean, rstd, weight, t_y, s_x))
+    if s_w is not None and weight is not None:
+        s_w = s_w[0] if s_w.shape[0] == 1 else s_w.sum(0)
+        s_w = s_w.view(weight.shape).to(weight.dtype)
+    return t_y, s_x, s_w
+
+
+def _are_short_rows(kind: _Kind) -> bool:
+    if kind.groups.kind == "batch" or not kind.contiguous:
+        return False
+    channels = kind.channels_per_group
+    return power_of_two(channels) * power_of_two(kind.group_size // channels) <= LONGEST
+
+
+def _empty_sums(kind: _Kind, call: _Call, shape: tuple[int, int] | None) -> Tensor | None:
+    """For the parts of s_w; a single part is s_w itself."""
+    if shape is None or call.weight is None:
+        return None
+    return call.x.new_empty(shape, dtype=call.weight.dtype if shape[0] == 1 else kind.accumulator)
+
+
+# One pass ----------------------------------------------------------------------------------------
+
+
+class _Rows(NamedTuple):
+    """How rows are dealt to programs."""
+
+    programs: int
+    numbers: tuple[int, int, int, int]  # rows, groups per example, channels, length
+    sums: tuple[int, int] | None  # shape of s_w's parts
+    constants: dict[str, Any]
+
+
+def _rows(kind: _Kind) -> _Rows:
+    per_entry = kind.groups.kind == "rows"
+    channels = kind.channels_per_group
+    length = kind.group_size // channels
+    rows = math.prod(kind.shape) // (channels * length)
+    row = power_of_two(channels) * power_of_two(length)
+    at_once = max(1, min(TILE // row, power_of_two(rows)))
+    programs = triton.cdiv(rows, at_once)
+    per_example = 1 if per_entry else kind.shape[1] // channels
+    sums = None
+    if kind.weighted and per_entry:
+        programs = min(programs, max(1, resident(kind.device, RESIDENT) * TILE // max(TILE, row)))
+        sums = (programs, length)
+    elif kind.weighted:
+        sums = (rows // per_example, per_example * channels)
+    warps = max(1, min(32, at_once * row // 256))
+    tile = {"ROWS": at_once, "CHANNELS": power_of_two(channels), "LENGTH": power_of_two(length)}
+    numbers = (rows, per_example, channels, length)
+    return _Rows(programs, numbers, sums, {**tile, **kind.flags, "num_warps": warps})
+
+
+def _one_pass(kind: _Kind) -> Callable[[_Call], Tensor | None]:
+    """Each program keeps whole rows in registers; s_w as partial sums (programs or N, *weight)."""
+    plan = _rows(kind)
+    launch = Launch(rows_kernel, (plan.programs,), plan.numbers, **plan.constants)
+
+    def run(call: _Call) -> Tensor | None:
+        s_w = _empty_sums(kind, call, plan.sums)
+        launch(*call, s_w)
+        return s_w
+
+    return run
+
+
+# Two passes --------------------------------------------------------------------------------------
+
+
+class _Extents(NamedTuple):
+    """x as (O, C, S), its strides, and the tile of channels × entries that a program holds."""
+
+    examples: int
+    channels: int
+    entries: int
+    example_stride: int
+    channel_stride: int
+    entry_stride: int
+    tile_channels: int
+    tile_entries: int
+
+    @classmethod
+    def of(cls, kind: _Kind) -> "_Extents":
+        if kind.groups.kind == "rows":
+            m = kind.group_size
+            rows = math.prod(kind.shape) // m
+            return cls(rows, 1, m, m, m, 1, 1, min(power_of_two(m), TILE))
+        examples, channels, entries = *kind.shape[:2], math.prod(kind.shape[2:])
+        if kind.contiguous and entries > 1:
+            span = min(power_of_two(entries), TILE)
+            tile = (min(power_of_two(channels), TILE // span), span)
+            return cls(examples, channels, entries, channels * entries, entries, 1, *tile)
+        if kind.groups.kind == "batch":
+            examples, entries = 1, examples * entries
+        span = min(power_of_two(channels), 64)
+        tile = (span, min(power_of_two(entries), TILE // span))
+        return cls(examples, channels, entries, channels * entries, 1, channels, *tile)
+
+
+class _Passes(NamedTuple):
+    """Grids, numbers and constants of the three launches, and the shapes of what they share."""
+
+    shape: tuple[int, ...]
+    sums: tuple[int, int, int]
+    groups: int
+    s_w: tuple[int, int] | None
+    cells: tuple[int, int]  # sums kernel: programs, parts
+    combination: tuple[tuple[int, ...], dict[str, Any]]
+    entries: tuple[int, int]  # apply kernel: programs, parts
+    constants: dict[str, Any]
+
+
+def _passes(kind: _Kind) -> _Passes:
+    ext, per_entry = _Extents.of(kind), kind.groups.kind == "rows"
+    programs = resident(kind.device, RESIDENT)
+    channels_per_group = kind.channels_per_group
+    inner = ext.examples if kind.groups.kind == "batch" else 1  # examples in a set
+    sets, per_set = ext.examples // inner, ext.channels // channels_per_group
+    blocks = triton.cdiv(ext.channels, ext.tile_channels)
+    chunks = triton.cdiv(ext.entries, ext.tile_entries)
+    parts = min(inner * chunks, triton.cdiv(programs, sets * blocks))
+    at_once = min(power_of_two(channels_per_group), 16)
+    combination = (ext.channels, per_set, channels_per_group, parts, kind.group_size)
+    tile = {"CHANNELS": at_once, "PARTS": min(power_of_two(parts), 1024 // at_once)}
+    repeats, s_w = ext.examples, None
+    if kind.weighted and per_entry:
+        repeats = min(repeats, triton.cdiv(programs, chunks))
+        s_w = (repeats, ext.entries)
+    elif kind.weighted:
+        s_w = (sets, ext.channels)
+    return _Passes(
+        shape=(*ext[:6], inner, per_set, channels_per_group),
+        sums=(5 if kind.source or kind.weighted else 2, sets * ext.channels, parts),
+        groups=sets * per_set,
+        s_w=s_w,
+        cells=(sets * blocks * parts, parts),
+        combination=(combination, {**tile, **kind.flags}),
+        entries=(blocks * chunks * repeats, repeats),
+        constants={
+            "CHANNELS": ext.tile_channels, "ENTRIES": ext.tile_entries, "num_warps": 8,
+            **kind.flags,
+        },
+    )  # fmt: skip
+
+
+def _two_passes(kind: _Kind) -> Callable[[_Call], Tensor | None]:
+    """Sums, their combination to five numbers per group, then t_y and s_x entry by entry."""
+    plan = _passes(kind)
+    plane = plan.sums[1] * plan.sums[2]
+    programs, parts = plan.cells
+    numbers = (plane, *plan.shape, parts)
+    sum_up = Launch(sums_kernel, (programs,), numbers, **plan.constants)
+    numbers, constants = plan.combination
+    combine = Launch(combine_kernel, (plan.groups,), (plane, *numbers), **constants)
+    apply = None
+    if kind.tangent or kind.source or kind.groups.kind == "rows":
+        programs, parts = plan.entries
+        numbers = (plan.groups, *plan.shape, parts)
+        apply = Launch(apply_kernel, (programs,), numbers, **plan.constants)
+
+    def run(call: _Call) -> Tensor | None:
+        empty = call.x.new_empty
+        sums = empty(plan.sums, dtype=kind.accumulator)
+        values = empty((5, plan.groups), dtype=kind.accumulator)
+        s_w = _empty_sums(kind, call, plan.s_w)
+        sum_up(*call[:6], sums)
+        combine(sums, call.rstd, call.weight, values, s_w)
+        if apply is not None:
+            apply(*call, s_w, values)
+        return s_w
+
+    return run

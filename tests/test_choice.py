@@ -1,0 +1,167 @@
+"""Where autograd is quicker than sweeps, it is taken, with the same numbers."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import doubleback as db
+
+pytestmark = pytest.mark.choice
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(8, 24)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).chunk(3, -1)
+        return self.head(F.scaled_dot_product_attention(q, k, v).mean(1))
+
+
+def mlp(width: int = 16) -> nn.Module:
+    return nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, 3))
+
+
+def images(groups: int) -> nn.Module:
+    first = nn.Conv2d(4, 8, 3, padding=1, groups=groups)
+    return nn.Sequential(first, nn.ReLU(), nn.Flatten(), nn.Linear(512, 3))
+
+
+SMALL = {
+    "dense": (mlp, (5, 6)),
+    "convolution": (lambda: images(1), (5, 4, 8, 8)),
+    "normalised": (lambda: nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), mlp(8)[1:]), (5, 6)),
+    "recurrent": (lambda: nn.Sequential(nn.Unflatten(1, (2, 3)), Last(nn.GRU(3, 4))), (5, 6)),
+}
+LARGE = {
+    "dense": (
+        lambda: nn.Sequential(nn.Linear(512, 2048), nn.Tanh(), nn.Linear(2048, 3)),
+        (512, 512),
+    ),
+    "in groups": (lambda: images(4), (5, 4, 8, 8)),
+    "attention": (Attention, (5, 4, 8)),
+}
+
+
+class Last(nn.Module):
+    def __init__(self, layer):
+        super().__init__()
+        self.layer, self.head = layer, nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.head(self.layer(x.transpose(0, 1))[0][-1])
+
+
+def by_sweeps(t: torch.Tensor) -> bool:
+    return t.grad_fn is not None and "Bridge" in t.grad_fn.name()
+
+
+def labels(shape) -> torch.Tensor:
+    return torch.randint(3, (shape[0],), generator=torch.Generator().manual_seed(1))
+
+
+def step(model, x, y) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    out, penalty = model(x, y)
+    (F.cross_entropy(out, y) + 0.3 * penalty).backward()
+    named = {n: p.grad.clone() for n, p in model.net.named_parameters()}
+    return {"out": out.detach(), "penalty": penalty.detach(), **named}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_small_networks_run_on_autograd_from_the_second_call_on_with_the_same_numbers(name):
+    torch.manual_seed(0)
+    build, shape = SMALL[name]
+    net = build().double()
+    penalty = db.LossGradient("cross_entropy")
+    free, held = db.Penalised(net, penalty), db.Penalised(copy.deepcopy(net), penalty, sweeps=True)
+    x, y = torch.randn(shape).double(), labels(shape)
+    assert by_sweeps(free(x, y)[1])
+    held(x, y)
+    for _ in range(3):
+        assert not by_sweeps(free(x, y)[1]) and by_sweeps(held(x, y)[1])
+        ours, theirs = step(free, x, y), step(held, x, y)
+        for n, expected in theirs.items():
+            assert torch.allclose(ours[n], expected, rtol=1e-10, atol=1e-13), n
+    for a, b in zip(free.net.buffers(), held.net.buffers(), strict=True):
+        assert torch.allclose(a, b)  # batch norm has counted each call once
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_where_sweeps_spare_more_than_they_cost_they_stay(name):
+    torch.manual_seed(0)
+    build, shape = LARGE[name]
+    model = db.Penalised(build(), db.LossGradient("cross_entropy"))
+    x, y = torch.randn(shape), labels(shape)
+    assert all(by_sweeps(model(x, y)[1]) for _ in range(3))
+    assert model.explain(x, y).way.startswith("sweeps")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"strict": True}, {"debug": True}, {"flatten_after": None}, {"sweeps": True}],
+    ids=str,
+)
+def test_whoever_asks_for_sweeps_gets_them(options):
+    model = db.Penalised(mlp(), db.LossGradient("cross_entropy"), **options)
+    x, y = torch.randn(5, 6), labels((5,))
+    assert all(by_sweeps(model(x, y)[1]) for _ in range(3))
+
+
+def test_whoever_asks_for_autograd_gets_it_at_once():
+    model = db.Penalised(mlp(), db.LossGradient("cross_entropy"), sweeps=False)
+    x, y = torch.randn(5, 6), labels((5,))
+    assert not by_sweeps(model(x, y)[1])
+    assert model.explain(x, y).way == "autograd: asked for"
+    attention = db.Penalised(Attention(), db.LossGradient("cross_entropy"), sweeps=False)
+    attention(torch.randn(5, 4, 8), y)[1].backward()  # by the library's second derivative
+
+
+def test_penalties_of_many_seeds_keep_their_plans():
+    model = db.Penalised(mlp(), db.Jacobian())
+    assert all(by_sweeps(model(torch.randn(5, 6))[1]) for _ in range(3))
+
+
+def test_counting_operations_counts_sweeps():
+    model = db.Penalised(mlp(), db.LossGradient("cross_entropy"))
+    x, y = torch.randn(5, 6), labels((5,))
+    for _ in range(3):
+        with db.count_operations() as operations:
+            model(x, y)[1].backward()
+        assert operations.products == 7
+    assert not by_sweeps(model(x, y)[1])
+
+
+def test_accumulate_and_with_gradient_choose_too():
+    torch.manual_seed(0)
+    net = mlp().double()
+    twin = copy.deepcopy(net)
+    free = db.Penalised(net, db.LossGradient("cross_entropy"))
+    held = db.Penalised(twin, db.LossGradient("cross_entropy"), sweeps=True)
+    x, y = torch.randn(5, 6).double(), labels((5,))
+    for _ in range(3):
+        a, b = free.accumulate(x, y, weight=0.2), held.accumulate(x, y, weight=0.2)
+        assert all(torch.allclose(s, t, rtol=1e-12) for s, t in zip(a, b, strict=True))
+    for p, q in zip(net.parameters(), twin.parameters(), strict=True):
+        assert torch.allclose(p.grad, q.grad, rtol=1e-10, atol=1e-14)
+    potential = db.WithGradient(mlp(), wrt=0)
+    assert [by_sweeps(potential(torch.randn(5, 6))[1]) for _ in range(3)] == [True, False, False]
+
+
+def test_sizes_of_one_order_of_magnitude_are_one_decision():
+    potential = db.WithGradient(mlp(), wrt=0)
+    potential(torch.randn(17, 6))
+    assert not any(by_sweeps(potential(torch.randn(n, 6))[1]) for n in (18, 23, 31))
+    assert by_sweeps(potential(torch.randn(40, 6))[1])  # the first of its order
+
+
+def test_explain_says_which_and_why():
+    model = db.Penalised(mlp(), db.LossGradient("cross_entropy"))
+    told = model.explain(torch.randn(5, 6), labels((5,)))
+    assert "runs by autograd: of a step of about" in str(told)
+    assert told.as_dict()["way"].startswith("autograd")
