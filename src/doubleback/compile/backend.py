@@ -60,17 +60,19 @@ def backend(
     options: those of Inductor, and `compiler`: "inductor", or "eager", which runs the graphs kernel
     by kernel. mode: as for Inductor.
     """
-    compile_first, compiler = _compilers(mode, options)
+    compile_first, inductor = _compilers(mode, options)
     tensors = [t for t in inputs if isinstance(t, Tensor)]
     alone = not torch.is_grad_enabled() or not any(t.requires_grad for t in tensors)
     if alone or not all(plain(t) for t in tensors):
         return compile_first(module, inputs)
-    return CompiledRegion(module, inputs, compile_first, compiler).enter
+    return CompiledRegion(module, inputs, compile_first, inductor).enter
 
 
-def _compilers(mode: str | None, options: dict[str, Any] | None) -> tuple[Callable, str]:
-    """What compiles a region that is differentiated once, and the name of what compiles the others'
-    graphs."""
+def _compilers(
+    mode: str | None, options: dict[str, Any] | None
+) -> tuple[Callable, dict[str, Any] | None]:
+    """What compiles a region that is differentiated once, and Inductor's options for the graphs of
+    one that is differentiated twice; None: they are not compiled."""
     settings = dict(options or {})
     compiler = settings.pop("compiler", "inductor")
     if compiler not in COMPILERS:
@@ -80,11 +82,12 @@ def _compilers(mode: str | None, options: dict[str, Any] | None) -> tuple[Callab
     if compiler == "eager":
         if settings or mode:
             raise InputError('mode and options of Inductor go with compiler="inductor" alone')
-        return _torch.backend_registry.lookup_backend("aot_eager"), compiler
+        return _torch.backend_registry.lookup_backend("aot_eager"), None
     if mode is not None and mode != "default":
         settings = {**_torch.list_mode_options(mode), **settings}
     compile_first = functools.partial(_torch.compile_fx, config_patches=settings or None)
-    return compile_first, compiler
+    # a CUDA graph's results are overwritten by its next run: passes hold theirs for one another
+    return compile_first, {**settings, "triton.cudagraphs": False}
 
 
 # ------------------------------------------------------------------------------ a region
@@ -99,9 +102,9 @@ class CompiledRegion:
 
     def __init__(
         self, module: torch.fx.GraphModule, inputs: Sequence[Any], compile_first: Callable,
-        compiler: str,
+        inductor: dict[str, Any] | None,
     ) -> None:  # fmt: skip
-        self.compiler = compiler
+        self.inductor = inductor
         self.code = RegionCode(module)
         self.wanted: set[int] = set()
         self.moving = False
@@ -168,12 +171,14 @@ class CompiledRegion:
             each = iter(sizes(*numbers))
             return [d.make(*[next(each) for _ in d.sizes]) for d in draws]
 
-        if self.compiler == "eager":
+        if self.inductor is None:
             return draw
         numbers = [self.code.examples[i] for i in self.code.open]
         trace = _torch.make_fx(draw, tracing_mode="symbolic", _allow_non_fake_inputs=True)
         with torch.no_grad(), no_autocast():
-            compiled: Any = _torch.compile_fx(trace(*numbers), numbers)
+            compiled: Any = _torch.compile_fx(
+                trace(*numbers), numbers, config_patches=self.inductor or None
+            )
         kinds = [t.dtype for t in self._drawn_examples]
 
         def checked(*numbers: int) -> Sequence[Tensor]:
@@ -185,12 +190,17 @@ class CompiledRegion:
     def _refuse(self, error: CaptureError) -> None:
         reason = str(error).splitlines()[0]
         self.refusal = CaptureError(reason)
+        self._hold_patch()
+        warn(f"a region of the compiled code runs on autograd: {reason}")
+
+    def _hold_patch(self) -> None:
+        """The library's second derivatives, for as long as this region lives: it runs on autograd,
+        and putting them in takes as long as a small step."""
         if supported(torch.__version__) and not self._patched:
             self._patched = True
             held = patched()
             held.__enter__()
             weakref.finalize(self, held.__exit__, None, None, None).atexit = False
-        warn(f"a region of the compiled code runs on autograd: {reason}")
 
     # ---------------------------------------------------------------------------- calls
 
@@ -206,6 +216,7 @@ class CompiledRegion:
         numbers = self.code.numbers(inputs)
         stages = self._stages(numbers)
         if stages is None:
+            self._hold_patch()
             return self.code(*inputs)
         call = RegionCall(self, stages, numbers, inputs)
         _, *outputs = RegionForward.apply(call, *inputs)  # type: ignore[misc]
@@ -228,7 +239,7 @@ class CompiledRegion:
             try:
                 with _quiet():
                     made = Stages(
-                        self.code, numbers, self.written, wanted, self.moving, self.compiler
+                        self.code, numbers, self.written, wanted, self.moving, self.inductor
                     )
             except torch.OutOfMemoryError:
                 raise
@@ -312,19 +323,24 @@ class Held:
         self._versions = [t._version if isinstance(t, Tensor) else 0 for t in inputs]
 
     def inputs(self, written: Sequence[int]) -> Sequence[Any]:
+        """All of them; those that the region itself writes to may have changed."""
         if self._inputs is None:
             raise StaleGraphError(
                 "backward a second time through a compiled region: its values were freed; pass "
                 "retain_graph=True to the first backward"
             )
-        for i, (t, version) in enumerate(zip(self._inputs, self._versions, strict=True)):
-            if isinstance(t, Tensor) and t._version != version and i not in written:
+        self.check([i for i in range(len(self._inputs)) if i not in written])
+        return self._inputs
+
+    def check(self, places: Sequence[int]) -> None:
+        for i in places if self._inputs is not None else ():
+            t = self._inputs[i]  # type: ignore[index]
+            if isinstance(t, Tensor) and t._version != self._versions[i]:
                 raise StaleGraphError(
                     f"a tensor of shape {tuple(t.shape)} that the derivative of a compiled region "
                     "reads was changed in place before backward (an optimiser step in between?); "
                     "change a copy, or run forward again"
                 )
-        return self._inputs
 
     def free(self) -> None:
         self._inputs = None
@@ -465,6 +481,7 @@ class RegionCall:
         self.held = Held(inputs)
         self.values: dict[str, Any] = {}
         self.tensors: list[str] = []
+        self.viewed: list[int] = []  # inputs of which views are kept
         self.outputs: list[Any] = []  # sizes, dtype and device of those on the tape
         self.gradients: list[Any] = [_kind(inputs[i]) for i in stages.wanted]
         self.waiting: dict[int, list[tuple[dict[str, Any], dict[int, Any]]]] = {}
@@ -512,6 +529,24 @@ def _apart(outputs: list[Tensor]) -> list[Tensor]:
     return found
 
 
+def _keep_apart(
+    call: RegionCall, values: dict[str, Any], inputs: Sequence[Any], outputs: Sequence[Tensor]
+) -> None:
+    """Values that are kept and lie in the memory of an output are copied: autograd would not notice
+    that a caller writes there. Of those in an input's memory it is noted which."""
+    own = {t.untyped_storage()._cdata: t for t in outputs}
+    given = {t.untyped_storage()._cdata: i for i, t in enumerate(inputs) if isinstance(t, Tensor)}
+    viewed = set()
+    for name in call.tensors:
+        t = values[name]
+        memory = t.untyped_storage()._cdata
+        if memory in own and t is not own[memory]:
+            values[name] = t.clone()
+        elif memory in given and t is not inputs[given[memory]]:
+            viewed.add(given[memory])
+    call.viewed = sorted(viewed)
+
+
 def _sum(a: dict[int, Any], b: dict[int, Any]) -> dict[int, Any]:
     found = dict(a)
     for i, t in b.items():
@@ -533,8 +568,8 @@ class RegionForward(torch.autograd.Function):
         if written:
             foreach_copy_([inputs[i] for i in stages.written], written)
         values.update(zip(map(str, stages.forward.results), outputs, strict=False))
-        names = call.keep(values, stages.kept)
-        call.tensors = names
+        call.tensors = names = call.keep(values, stages.kept)
+        _keep_apart(call, values, inputs, outputs)
         call.outputs = [_kind(outputs[i]) for i in stages.on_tape]
         token = torch.empty(0, device=outputs[0].device if outputs else None)
         ctx.call, ctx.tensors = call, [False, *(isinstance(t, Tensor) for t in inputs)]
@@ -550,6 +585,7 @@ class RegionForward(torch.autograd.Function):
         call: RegionCall = ctx.call
         stages = call.stages
         token, *tensors = ctx.saved_tensors
+        call.held.check(call.viewed)
         values = {**call.values, **dict(zip(call.tensors, tensors, strict=True))}
         left = call.left()
         found: dict[int, Any] = {}

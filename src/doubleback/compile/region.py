@@ -40,7 +40,9 @@ class RegionCode:
         self.examples = [n.meta["example_value"] for n in placeholders]
         self.required = [isinstance(t, Tensor) and t.requires_grad for t in self.examples]
         self.obstacle = obstacle(self.module)
-        self.open = [i for i, t in enumerate(self.examples) if isinstance(t, torch.SymInt)]
+        sizes = [(i, t) for i, t in enumerate(self.examples) if isinstance(t, torch.SymInt)]
+        named = {t.node.expr: i for i, t in reversed(sizes) if not t.node.expr.is_number}
+        self.open = sorted(named.values())  # of each open size, where it is given first
         # Python's numbers that change come as tensors, whose item is the number
         self.floats = [i for i, t in enumerate(self.examples) if _memo(t) is not None]
 
@@ -263,6 +265,7 @@ class Stand:
         self.numbers = [self._symbol(n, i) for i, n in enumerate(numbers)]
         self.symbols = [n.node.expr for n in self.numbers]
         self._guards: tuple[int, Callable] = (-1, lambda *_: ())
+        self._floats: dict[int, Any] = {}
         self.inputs = self._inputs(code)
         with self.mode:
             self.draws = [d.make(*s) for d, s in zip(code.draws, self._draws(code), strict=True)]
@@ -279,7 +282,7 @@ class Stand:
         shapes = [(*t.shape, *t.stride()) for t in code.examples if isinstance(t, Tensor)]
         own = self.numbers[: len(code.open)]
         numbers = iter(code.sizes([n for shape in shapes for n in shape])(*own))
-        symbols = iter(self.numbers)
+        symbols = {code.examples[i].node.expr: n for i, n in zip(code.open, own, strict=False)}
         floats = iter(self.numbers[len(code.open) :])
         found: list[Any] = []
         for i, t in enumerate(code.examples):
@@ -290,9 +293,11 @@ class Stand:
                         torch.empty_strided(shape, strides, dtype=t.dtype, device=t.device)
                     )
                 if i in code.floats:
-                    found[-1].item_memo = next(floats)
+                    self._floats[i] = next(floats)
+                    found[-1].item_memo = self._floats[i]
             elif isinstance(t, torch.SymInt):
-                found.append(next(symbols))
+                expr = t.node.expr
+                found.append(int(expr) if expr.is_number else symbols[expr])
             else:
                 raise CaptureError(f"an input is a {type(t).__name__}")
         return found
@@ -301,6 +306,12 @@ class Stand:
         own = self.numbers[: len(code.open)]
         numbers = iter(code.sizes([n for d in code.draws for n in d.sizes])(*own))
         return [[next(numbers) for _ in d.sizes] for d in code.draws]
+
+    def floats(self) -> dict[int, Tensor]:
+        """Inputs that stand for Python's numbers, which they remember anew."""
+        for i, number in self._floats.items():
+            self.inputs[i].item_memo = number
+        return {i: self.inputs[i] for i in self._floats}
 
     def fits(self, numbers: Sequence[Any]) -> bool:
         """Whether these answer every question about sizes as the first ones did."""

@@ -41,23 +41,31 @@ class Stage:
     """
 
     def __init__(
-        self, graph: torch.fx.Graph, results: Sequence[str | None], stand: Stand, compiler: str
-    ) -> None:
+        self, graph: torch.fx.Graph, results: Sequence[str | None], stand: Stand,
+        inductor: dict[str, Any] | None,
+    ) -> None:  # fmt: skip
         self.graph, self.results = graph, tuple(results)
-        self.stand, self.compiler = stand, compiler
+        self.stand, self.inductor = stand, inductor
         self.reads = [n.name for n in graph.nodes if n.op == "placeholder"]
         self.computes = [n.name for n in _results(graph)]
 
     @cached_property
     def run(self) -> Callable[[list], Sequence[Any]]:
         module = torch.fx.GraphModule(torch.nn.Module(), self.graph)
-        if self.compiler == "eager":
+        if self.inductor is None:
             clean(module)
             return boxed(module)
-        examples = [n.meta["val"] for n in self.graph.nodes if n.op == "placeholder"]
+        floats = {f"input_{i}": t for i, t in self.stand.floats().items()}
+        examples = [
+            floats.get(n.name, n.meta["val"]) for n in self.graph.nodes if n.op == "placeholder"
+        ]
         context = _torch.TracingContext(self.stand.mode)
         with torch.no_grad(), no_autocast(), _torch.tracing(context):
-            return _torch.compile_fx(_torch.GmWrapper(module, list), examples)  # type: ignore[return-value, arg-type]
+            return _torch.compile_fx(  # type: ignore[return-value]
+                _torch.GmWrapper(module, list),  # type: ignore[arg-type]
+                examples,
+                config_patches=self.inductor or None,
+            )
 
     def __call__(self, values: dict[str, Any]) -> list[Any]:
         with torch.no_grad(), no_autocast():
@@ -71,15 +79,15 @@ class Stages:
 
     written: inputs that forward writes to, whose new values stand behind its outputs; wanted:
     those whose gradients backward yields; moving: whether the cotangents of outputs depend
-    on anything, so that there is a tangent pass.
+    on anything, so that there is a tangent pass. inductor: its options; None: kernel by kernel.
     """
 
     def __init__(
         self, code: RegionCode, numbers: Sequence[int], written: Sequence[int],
-        wanted: Sequence[int], moving: bool, compiler: str,
+        wanted: Sequence[int], moving: bool, inductor: dict[str, Any] | None,
     ) -> None:  # fmt: skip
-        self.written = tuple(written)
-        self.code, self.wanted, self.moving, self.compiler = code, tuple(wanted), moving, compiler
+        self.code, self.inductor = code, inductor
+        self.written, self.wanted, self.moving = tuple(written), tuple(wanted), moving
         self.stand = stand = Stand(code, numbers)
         self.trained = [i for i, on in enumerate(code.required) if on]
         with stand.mode:
@@ -87,6 +95,10 @@ class Stages:
             with torch.enable_grad():
                 self.outputs = self._examples()
         self.on_tape = [i for i, on in enumerate(self.layout.on_tape) if on]
+        like = [_format(self.outputs[i]) for i in self.on_tape]
+        with stand.mode:
+            across = [_format(stand.inputs[i]) for i in self.wanted]
+        self._formats = {"along": like, "across": across, "last": like, "only": like}
         self.numbers = sizes_from(stand.symbols, self.layout.numbers)
         graph, results = self._trace()
         self._cut(graph, results)
@@ -163,8 +175,8 @@ class Stages:
                     seen[name] = places
                 return present
 
-        table = _torch.select_decomp_table() if self.compiler == "inductor" else None
-        inductor = self.compiler == "inductor"
+        inductor = self.inductor is not None
+        table = _torch.select_decomp_table() if inductor else None
         trace = make_fx(
             run, decomposition_table=table, tracing_mode="symbolic", _allow_non_fake_inputs=True
         )
@@ -192,7 +204,7 @@ class Stages:
         """The passes, latest first: each is cut off from those before it, which then yield what it
         reads of theirs."""
         names = {name: [n for n in found if n is not None] for name, found in results.items()}
-        inductor = self.compiler == "inductor"
+        inductor = self.inductor is not None
 
         def cut(
             graph: torch.fx.Graph, after: Sequence[str], before: Sequence[str], last: Sequence[str]
@@ -202,7 +214,7 @@ class Stages:
         def stage(graph: torch.fx.Graph | None, name: str) -> Stage | None:
             if graph is None:
                 return None
-            return Stage(graph, results[name], self.stand, self.compiler)
+            return Stage(graph, results[name], self.stand, self.inductor)
 
         early, off = cut(graph, self.names["only"], names["forward"], names["first"])
         self.first = stage(off, "first")
@@ -245,12 +257,7 @@ class Stages:
 
     def dense(self, kind: str, values: Sequence[Tensor]) -> dict[str, Tensor]:
         """Cotangents by name, in the memory format that the passes were traced with."""
-        names = self.names[kind]
-        if kind == "across":
-            like = [_format(self.stand.inputs[i]) for i in self.wanted]
-        else:
-            like = [_format(self.outputs[i]) for i in self.on_tape]
-        found = zip(names, values, like, strict=True)
+        found = zip(self.names[kind], values, self._formats[kind], strict=True)
         return {name: t.contiguous(memory_format=form) for name, t, form in found}
 
 
@@ -336,7 +343,29 @@ def _cut_off(
         for node in part.graph.nodes:
             if node.op == "placeholder":
                 node.target = node.name
+    _read_floats(late.graph, graph)
     return _once(early.graph), _once(late.graph)
+
+
+def _read_floats(graph: torch.fx.Graph, whole: torch.fx.Graph) -> None:
+    """Python's floats are read from their tensors in each pass: Inductor takes none as an input."""
+    sources = {n.name: n for n in whole.nodes}
+    copies = {sources[n.name]: n for n in graph.nodes if n.op == "placeholder"}
+    floats = [n for n in copies.values() if isinstance(n.meta.get("val"), torch.SymFloat)]
+    first = next((n for n in graph.nodes if n.op != "placeholder"), None)
+    assert first is not None
+
+    def copied(node: torch.fx.Node) -> torch.fx.Node:
+        if node not in copies or copies[node] in floats:
+            for n in node.all_input_nodes:
+                copied(n)
+            with graph.inserting_before(first):
+                copies[node] = graph.node_copy(node, lambda n: copies[n])
+        return copies[node]
+
+    for node in floats:
+        node.replace_all_uses_with(copied(sources[node.name]))
+        graph.erase_node(node)
 
 
 def _cut_at_uses(
@@ -390,7 +419,8 @@ def _extract(
 
 
 def _once(graph: torch.fx.Graph) -> torch.fx.Graph:
-    """Each result once."""
+    """Each result once; floats are read again by whoever needs them."""
     output = graph.output_node()
-    output.args = (tuple(dict.fromkeys(output.args[0])),)  # type: ignore[arg-type]
+    results = [n for n in _results(graph) if not isinstance(n.meta.get("val"), torch.SymFloat)]
+    output.args = (tuple(dict.fromkeys(results)),)
     return graph
