@@ -94,7 +94,7 @@ class Demo:
     ) -> None:  # fmt: skip
         self.arguments, self.names, self.device, self.data = arguments, names, device, data
         self.console = console
-        self.epochs = arguments.epochs or (20 if arguments.data == "digits" else 1)
+        self.epochs = arguments.epochs or (16 if arguments.data == "digits" else 1)
         given = arguments.weight
         self.weights = {n: PENALTIES[n].weight if given is None else given for n in names}
         self.nets = {name: self._network() for name in ("plain", *names)}
@@ -345,10 +345,11 @@ def sentences(results: dict[str, Any]) -> Iterator[str]:
             cost[way]["seconds"] for way in (experiment.STOCK, experiment.PATCH, experiment.OURS)
         )
         relation = f"{stock / ours:.2f} times as fast as" if ours < stock else "not faster than"
-        also = f"stock under db.patch() is {stock / patch:.2f} times" if patch < stock else (
-            f"db.patch() gains nothing here ({stock / patch:.2f} times)"
-        )  # fmt: skip
-        yield f"{results['formulas'][name]}: db.Penalised is {relation} stock autograd; {also}."
+        also = f"gains nothing here ({stock / patch:.2f} times)"
+        if patch < stock:
+            also = f"makes that {stock / patch:.2f} times as fast"
+        formula = results["formulas"][name]
+        yield f"{formula}: db.Penalised is {relation} stock autograd; db.patch() {also}."
     worst = max(row["worst"] for row in results["parity"].values())
     rows = sum(row["rows"] for row in results["parity"].values())
     yield (
