@@ -245,7 +245,9 @@ class Checkpoints:
             if hashlib.sha256(raw).hexdigest() != sums[name]:
                 raise UsageError(f"{path / name} is damaged: its checksum is another; {advice}")
         load = importlib.import_module("safetensors.torch").load
-        return {name.removesuffix(".safetensors"): load(raw) for name, raw in raws.items()}, state
+        # sorted: it has no order of its own, and processes that shard go through it together
+        parts = {name: dict(sorted(load(raw).items())) for name, raw in raws.items()}
+        return {name.removesuffix(".safetensors"): part for name, part in parts.items()}, state
 
 
 def _packed(tensors: Mapping[str, Tensor]) -> bytes:
