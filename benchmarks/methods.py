@@ -213,6 +213,7 @@ def _doubleback(
         model: Any = _model(net, compiled, recompute)
 
         def two_calls(x, y):
+            model.cuda_graph = graphed
             out, penalty = model(x, y)
             loss = F.cross_entropy(out, y)
             (loss + weight * penalty).backward()
@@ -234,9 +235,13 @@ METHODS: dict[str, Method] = {
     "stock": Method(_stock),
     "patched": Method(_patched, around=_patch),
     "doubleback": Method(_doubleback(compiled=False, one_shot=False)),
+    "doubleback graphed": Method(_doubleback(False, one_shot=False, graphed=True)),
     "accumulate": Method(_doubleback(compiled=False, one_shot=True)),
     "accumulate graphed": Method(_doubleback(False, one_shot=True, graphed=True)),
     "doubleback compiled": Method(_doubleback(compiled=True, one_shot=False), compiled=True),
+    "doubleback compiled graphed": Method(
+        _doubleback(True, one_shot=False, graphed=True), compiled=True
+    ),
     "accumulate compiled": Method(_doubleback(compiled=True, one_shot=True), compiled=True),
     "accumulate compiled graphed": Method(
         _doubleback(True, one_shot=True, graphed=True), compiled=True
@@ -261,9 +266,11 @@ DEFAULT = [
     "patched",
     "patched" + CHANNELS_LAST,
     "doubleback",
+    "doubleback graphed",
     "accumulate",
     "accumulate graphed",
     "doubleback compiled",
+    "doubleback compiled graphed",
     "accumulate compiled",
     "accumulate compiled graphed",
     "torch.func compiled",

@@ -173,6 +173,8 @@ METHODS: dict[str, Callable[[nn.Module], Callable]] = {
     "WithGradient": with_gradient,
     "WithGradient, compiled": lambda net: with_gradient(net, compile=True),
     "db.compile": whole_step,
+    "backend": lambda net: stock(torch.compile(net, backend="doubleback", dynamic=True)),  # type: ignore[arg-type]
+    "backend, sizes static at first": lambda net: stock(torch.compile(net, backend="doubleback")),  # type: ignore[arg-type]
 }
 
 

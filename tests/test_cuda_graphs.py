@@ -251,3 +251,118 @@ def test_constants_of_the_host_are_captured():
         for _ in range(4):
             a, b = gpu_step(plain, x, y), gpu_step(graphed, x, y)
             torch.testing.assert_close(b, a, rtol=1e-5, atol=1e-6)
+
+
+# ------------------------------------------------------------------ two graphs for one call
+
+
+class Images(nn.Module):
+    """With buffers that the forward pass writes, and random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3, padding=1)
+        self.norm = nn.BatchNorm2d(8)
+        self.head = nn.Linear(8, 5)
+        self.drop = nn.Dropout(0.0)
+
+    def forward(self, x):
+        return self.head(self.drop(torch.nn.functional.silu(self.norm(self.conv(x)))).mean((2, 3)))
+
+
+def _trained(model: db.Penalised, batches: list, **options) -> list[torch.Tensor]:
+    """Parameters and buffers after a few steps of a plain loop."""
+    optimiser = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for x, y in batches:
+        optimiser.zero_grad(**options)
+        out, penalty = model(x, y)
+        (torch.nn.functional.cross_entropy(out, y) + 0.3 * penalty).backward()
+        optimiser.step()
+    return [t.detach().clone() for t in (*model.net.parameters(), *model.net.buffers())]
+
+
+def _models() -> tuple[db.Penalised, db.Penalised]:
+    torch.manual_seed(0)
+    net = Images().cuda().double()
+    twin = Images().cuda().double()
+    twin.load_state_dict(net.state_dict())
+    penalty = db.LossGradient("cross_entropy")
+    return db.Penalised(net, penalty), db.Penalised(twin, penalty, cuda_graph=True)
+
+
+def _batches(count: int) -> list:
+    x = torch.randn(count, 4, 3, 8, 8).cuda().double()
+    return list(zip(x, torch.randint(5, (count, 4)).cuda(), strict=True))
+
+
+@needs_gpu
+@pytest.mark.parametrize("to_none", [True, False])
+def test_a_call_and_its_backward_are_two_graphs(to_none):
+    plain, graphed = _models()
+    batches = _batches(7)
+    expected = _trained(plain, batches, set_to_none=to_none)
+    found = _trained(graphed, batches, set_to_none=to_none)
+    for a, b in zip(found, expected, strict=True):
+        assert torch.allclose(a, b, rtol=1e-9, atol=1e-12)
+
+
+@needs_gpu
+def test_a_call_before_the_last_one_s_backward_runs_beside_it():
+    plain, graphed = _models()
+    plain.eval(), graphed.eval()
+    (x, y), (u, v) = _batches(2)
+    for _ in range(3):
+        graphed(x, y)[1].backward()
+    for model in (plain, graphed):
+        model.zero_grad()
+        first, second = model(x, y), model(u, v)
+        (first[1] + 2 * second[1] + first[0].square().mean() + second[0].sum()).backward()
+    for p, q in zip(plain.parameters(), graphed.parameters(), strict=True):
+        assert torch.allclose(p.grad, q.grad, rtol=1e-9, atol=1e-12)
+
+
+@needs_gpu
+def test_outputs_and_gradients_of_a_graphed_call_stay_what_they_were():
+    plain, graphed = _models()
+    plain.eval(), graphed.eval()
+    batches = _batches(4)
+    held = []
+    for x, y in batches:
+        graphed.zero_grad()
+        out, penalty = graphed(x, y)
+        penalty.backward()
+        held.append((out, penalty, [p.grad for p in graphed.parameters()]))
+    for (x, y), (out, penalty, grads) in zip(batches, held, strict=True):
+        plain.zero_grad()
+        expected, value = plain(x, y)
+        value.backward()
+        assert torch.allclose(out, expected) and torch.allclose(penalty, value)
+        for p, g in zip(plain.parameters(), grads, strict=True):
+            assert torch.allclose(g, p.grad, rtol=1e-9, atol=1e-12)
+
+
+@needs_gpu
+def test_a_graphed_call_with_other_seeds_and_kept_graphs():
+    plain, graphed = _models()
+    plain.eval(), graphed.eval()
+    ((x, y),) = _batches(1)
+    for _ in range(2):
+        found = []
+        for model in (plain, graphed):
+            model.zero_grad()
+            out, penalty = model(x, y)
+            penalty.backward(retain_graph=True)
+            out.sum().backward(retain_graph=True)
+            (out.square().sum() + penalty).backward()
+            found.append([p.grad for p in model.parameters()])
+        for a, b in zip(*found, strict=True):
+            assert torch.allclose(a, b, rtol=1e-9, atol=1e-12)
+
+
+@needs_gpu
+def test_sizes_that_change_run_without_a_graph_and_say_so():
+    graphed = _models()[1]
+    with pytest.warns(db.CaptureWarning, match="sizes change"):
+        for n in (4, 3, 2, 5):
+            x, y = torch.randn(n, 3, 8, 8).cuda().double(), torch.randint(5, (n,)).cuda()
+            graphed(x, y)[1].backward()

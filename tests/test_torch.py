@@ -101,7 +101,8 @@ def test_private_attributes_are_listed():
     trees = {path: ast.parse(path.read_text()) for path in SOURCES}
     own = {name for tree in trees.values() for name in _defined(tree)}
     listed = {a for _, a, _ in _torch.ATTRIBUTES} | set(_torch.OPERATORS)
-    python = {"_fields", "_replace", "_getframe"}  # of named tuples, and of sys
+    # of named tuples, of sys and of argparse
+    python = {"_fields", "_replace", "_getframe", "_actions", "_SubParsersAction"}
     used = {
         node.attr: f"{path.name}:{node.lineno} {ast.unparse(node)}"
         for path, tree in trees.items()

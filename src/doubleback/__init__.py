@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import operators, spaces
 from .check import CheckReport, check, check_adjoint, check_rule
-from .compile import compile
+from .compile import compile, register
 from .counting import Operations, count_operations
 from .errors import (
     CaptureError,
@@ -50,6 +50,9 @@ if TYPE_CHECKING:
     from . import landscape
 
 __version__ = "0.1.0"
+
+register()  # torch.compile(…, backend="doubleback")
+del register
 
 __all__ = [
     "BilinearForm",

@@ -120,7 +120,7 @@ NAMES: dict[str, tuple[str, str]] = {
     ),
     "decomposition_table": (
         "torch._decomp:decomposition_table",
-        "recurrent layers as the cells they are made of",
+        "recurrent layers as the cells they are made of; batch norm, to see what it writes",
     ),
     "get_data_attr": (
         "torch._C._autograd:_get_data_attr",
@@ -228,10 +228,47 @@ NAMES: dict[str, tuple[str, str]] = {
         "torch._inductor.lowering:register_lowering",
         "teaches Inductor the mark at what one sweep hands to another",
     ),
+    "select_decomp_table": (
+        "torch._inductor.decomposition:select_decomp_table",
+        "a region's derivatives are taken apart as Inductor would before they are cut in stages",
+    ),
+    "list_mode_options": (
+        "torch._inductor:list_mode_options",
+        "what torch.compile's mode= stands for",
+    ),
+    # ------------------------------------------------------- regions of torch.compile (slow)
+    "backend_registry": (
+        "torch._dynamo.backends.registry",
+        "torch.compile's backends by name; ours is one",
+    ),
+    "min_cut_rematerialization_partition": (
+        "torch._functorch.partitioners:min_cut_rematerialization_partition",
+        "chooses what one stage of a region keeps for the next",
+    ),
+    "fx_graph_cse": (
+        "torch._functorch.compile_utils:fx_graph_cse",
+        "what two derivatives have in common is computed once",
+    ),
+    "enable_python_dispatcher": (
+        "torch._dispatch.python:enable_python_dispatcher",
+        "operators are taken apart as AOTAutograd does, so that random ones are met in one order",
+    ),
     # ----------------------------------------------------------------------- autograd
     "get_current_graph_task_keep_graph": (
         "torch._C._autograd:_get_current_graph_task_keep_graph",
         "whether backward was called with retain_graph=True: values are freed otherwise",
+    ),
+    "set_grad_enabled": (
+        "torch._C:_set_grad_enabled",
+        "autograd's switch as it stands in Dynamo's graphs",
+    ),
+    "will_engine_execute_node": (
+        "torch._C:_will_engine_execute_node",
+        "which gradients this backward pass is after",
+    ),
+    "current_graph_task_id": (
+        "torch._C:_current_graph_task_id",
+        "tells one backward pass from another",
     ),
     "AutoDispatchBelowAutograd": (
         "torch._C:_AutoDispatchBelowAutograd",
@@ -295,6 +332,8 @@ NAMES: dict[str, tuple[str, str]] = {
 # What has the attribute, as a module or a class; the attribute; why it is read.
 ATTRIBUTES: tuple[tuple[str, str, str], ...] = (
     ("torch:Tensor", "_version", "whether a tensor was changed in place before backward"),
+    ("torch:Tensor", "_base", "the memory that results of a region share, as one tensor"),
+    ("torch:Tensor", "_is_view", "whether there is such a one"),
     ("torch:Tensor", "_backward_hooks", "a leaf that is watched gets its gradient from autograd"),
     ("torch:Tensor", "_post_accumulate_grad_hooks", "likewise"),
     ("torch:UntypedStorage", "_cdata", "the identity of a tensor's memory, and its users' number"),

@@ -113,8 +113,8 @@ class Graph:
         """Every open number in the program, and the function that computes them all."""
         metas = [size for meta in self.values if meta is not None for size in meta.shape]
         trees = (metas, [(n.args, n.kwargs) for n in self.nodes], self.outputs)
-        found = list(dict.fromkeys(_open(trees)))
-        return found, compile_sizes([size.expr for size in found], list(self.symbols))
+        sizes = list(dict.fromkeys(_open(trees)))
+        return sizes, compile_sizes([size.expr for size in sizes], list(self.symbols))
 
     def read_symbols(self, given: Sequence[Any]) -> tuple:
         """The symbols' numbers for these inputs."""

@@ -33,9 +33,11 @@ from .run import (
     Bridge,
     CallersProgram,
     FlattenedProgram,
+    GraphedProgram,
     GraphedStep,
     GraphRefused,
     Job,
+    OpenProgram,
     Program,
     Replay,
     deliver,
@@ -70,10 +72,11 @@ class Penalised(CapturedModule):
     flatten_after: without `compile`, how many calls of one shape run node by node before the
         sweeps are flattened into a straight list of kernel calls, which saves the host's time
         from then on; None: never.
-    cuda_graph: on a GPU, `accumulate` captures its whole step as one CUDA graph, which frees the
-        host altogether: for networks whose kernels are shorter than their launches. The graph
-        keeps the memory of one step; data-dependent control flow and operators that wait for the
-        device cannot be captured.
+    cuda_graph: on a GPU, `accumulate` runs as one CUDA graph, and a call with its backward pass as
+        two, which frees the host: for networks whose kernels are shorter than their launches. Each
+        kind of call keeps the memory of one step. Sizes have to stay the same; what cannot be
+        captured (data-dependent control flow, operators that wait for the device) runs without,
+        and it is said once why.
     recompute: compute cotangents again, where that takes no product, instead of holding them from
         the backward to the tangent sweep: a seventh to a quarter less memory for a twentieth more
         time, compiled up to a fifth more. None: yes, unless `compile` is asked for.
@@ -126,11 +129,12 @@ class Penalised(CapturedModule):
 
         def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, Tensor]: ...
 
-    _transient = CapturedModule._transient | {"_graphed", "_carried", "_warned_of_graph"}
+    _transient = CapturedModule._transient | {"_graphed", "_pairs", "_carried", "_warned_of_graph"}
 
     def _reset(self) -> None:
         super()._reset()
-        self._graphed: dict[Any, GraphedStep | None] = {}  # None: refused
+        self._graphed: dict[Any, GraphedStep | None] = {}
+        self._pairs: dict[Any, Any] = {}  # None: refused
         self._carried: dict[Any, Tensor] = {}  # singular vectors, from call to call
         self._warned_of_graph = False
 
@@ -159,8 +163,11 @@ class Penalised(CapturedModule):
             program, state = self._program(site, gradients)
             plan, asked = program.plan, call.asked if gradients else {}
             prelude = run_prelude(program.prelude, state)
-            job = Job(program, {v: prelude[v] for v in plan.constants}, call.constants)
             swept = [prelude[v] for v in (*plan.penalised, *plan.effective)]
+            if self._graphs(program, swept[0]):
+                owners = [*swept, *asked.values()]
+                program = GraphedProgram(program, self._pairs, owners, self._warn_of_graph)
+            job = Job(program, {v: prelude[v] for v in plan.constants}, call.constants)
             if plan.trained or asked:
                 *outputs, penalty = Bridge.apply(job, *swept, *asked.values())  # type: ignore[misc]
             else:
@@ -254,13 +261,7 @@ class Penalised(CapturedModule):
         weight: Tensor | None, ends: Sequence[Tensor],
     ) -> tuple | None:  # fmt: skip
         """All four sweeps as one CUDA graph, where that was asked for and can be had."""
-        if not (self.cuda_graph and values[program.plan.penalised[0]].is_cuda):
-            return None
-        if isinstance(program, CallersProgram):
-            self._warn_of_graph(
-                "a loss or penalty of your own is Python that a CUDA graph would not call again; "
-                "use a built-in loss and norm"
-            )
+        if not self._graphs(program, values[program.plan.penalised[0]]):
             return None
         moves = set(program.plan.penalised)
         moving = ({v: t for v, t in values.items() if v in moves}, extra, target, weight)
@@ -285,6 +286,24 @@ class Penalised(CapturedModule):
             self._warn_of_graph(f"a CUDA graph cannot hold {refusal}")
             return None
         return [t.clone() for t in outputs], loss_value.clone(), penalty.clone(), grads, mutated
+
+    def _graphs(self, program: Any, x: Tensor) -> bool:
+        """Whether this program's sweeps are to run as CUDA graphs."""
+        if not (self.cuda_graph and x.is_cuda):
+            return False
+        if isinstance(program, CallersProgram):
+            self._warn_of_graph(
+                "a loss or penalty of your own is Python that a CUDA graph would not call again; "
+                "use a built-in loss and norm"
+            )
+            return False
+        if isinstance(program, OpenProgram):
+            self._warn_of_graph(
+                "sizes change from call to call, and a CUDA graph holds the memory of one; keep "
+                "them the same (the last batch too: drop_last=True)"
+            )
+            return False
+        return True
 
     def _warn_of_graph(self, why: str) -> None:
         if not self._warned_of_graph:

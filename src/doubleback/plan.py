@@ -215,27 +215,27 @@ def _stops(rule: Rule) -> bool:
 def _dependent(graph: Graph, sources: Iterable[int]) -> set[int]:
     """Values whose number depends on `sources`, or on numbers drawn after the first that such a
     value drew: drawn before the sweeps, they would not be those that the network draws."""
-    found, drawn = set(sources), False
+    dependent, drawn = set(sources), False
     for node in graph.nodes:
         late = drawn and draws(node.op) and (find_rule(node.op).own or not node.inputs)
-        if late or any(v in found for v in node.inputs):
-            found.update(node.outputs)
+        if late or any(v in dependent for v in node.inputs):
+            dependent.update(node.outputs)
             drawn = drawn or draws(node.op)
-    return found
+    return dependent
 
 
 def _flow(graph: Graph, sources: Iterable[int], rules: Mapping[int, Rule]) -> set[int]:
     """Values that a derivative reaches from `sources`."""
-    found = set(sources)
+    reached = set(sources)
     for node in graph.nodes:
         rule = rules.get(node.index)
-        if rule is None or _stops(rule) or not any(v in found for v in node.inputs):
+        if rule is None or _stops(rule) or not any(v in reached for v in node.inputs):
             continue
         for v in node.outputs:
             meta = graph.values[v]
             if meta is not None and meta.differentiable:
-                found.add(v)
-    return found
+                reached.add(v)
+    return reached
 
 
 def _needed(graph: Graph) -> list[bool]:
@@ -250,11 +250,11 @@ def _needed(graph: Graph) -> list[bool]:
 
 
 def _reaching(nodes, rules, active, target) -> set[int]:
-    found = {target} & active
+    reaching = {target} & active
     for node in reversed(nodes):
-        if any(v in found for v in node.outputs) and not _stops(rules[node.index]):
-            found.update(v for v in node.inputs if v in active)
-    return found
+        if any(v in reaching for v in node.outputs) and not _stops(rules[node.index]):
+            reaching.update(v for v in node.inputs if v in active)
+    return reaching
 
 
 def _moving(nodes, rules, active, trained, reaching, head) -> set[int]:
@@ -359,18 +359,18 @@ def _layouts(
     """Images and filters that the sweeps hold channels-last on a GPU, whose convolutions and batch
     norms are faster so and copy less, and depthwise filters, which they hold taps-first; results
     come back in the usual layout. An image that every reader folds into blocks stays as it is."""
-    found = [
+    convolutions = [
         s.node
         for s in steps
         if str(s.node.op._schema.name) in ("aten::conv2d", "aten::convolution")
         and len(graph.shape(s.node.inputs[1])) == 4
     ]
-    if not found or any(m is not None and m.device.type != "cuda" for m in graph.values):
+    if not convolutions or any(m is not None and m.device.type != "cuda" for m in graph.values):
         return frozenset(), frozenset()
-    layers = [node.inputs[:2] for node in found]
+    layers = [node.inputs[:2] for node in convolutions]
     folding = {
         node.index
-        for node in found
+        for node in convolutions
         if convolution_of(node, 2).folds(torch.device("cuda"), graph.shape(node.inputs[1]))
     }
     unfolded = {v for s in steps if s.node.index not in folding for v in s.node.inputs}
@@ -414,7 +414,7 @@ def find_renewals(graph: Graph, steps: Sequence[Step], target: int) -> dict[int,
         for slot, (v, on) in enumerate(zip(step.node.inputs, step.pull, strict=True)):
             if on:
                 readers.setdefault(v, []).append((step, slot))
-    found: dict[int, Renewal] = {}
+    renewals: dict[int, Renewal] = {}
     for step in reversed(steps):
         places = [i for i, v in enumerate(step.node.outputs) if v in readers or v == target]
         if len(places) != 1:
@@ -423,11 +423,11 @@ def find_renewals(graph: Graph, steps: Sequence[Step], target: int) -> dict[int,
         if value == target or len(readers[value]) != 1:
             continue
         reader, slot = readers[value][0]
-        held = reader.curves or reader.node.index in found
+        held = reader.curves or reader.node.index in renewals
         grows = prod(graph.shape(reader.node.outputs[0])) > prod(graph.shape(value))
         if held and reader.rule.renews and not grows:
-            found[step.node.index] = Renewal(places[0], reader, slot)
-    return found
+            renewals[step.node.index] = Renewal(places[0], reader, slot)
+    return renewals
 
 
 # ------------------------------------------------------------------------------------------ draws

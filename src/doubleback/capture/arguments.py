@@ -60,8 +60,8 @@ class Arguments:
         """A network's result with the caller's own tensors in the places of the aliases, which it
         may have returned as they are."""
         if isinstance(result, Tensor):
-            found = [t for t, alias in zip(self.x, self.aliases, strict=True) if result is alias]
-            return found[0] if found else result
+            own = [t for t, alias in zip(self.x, self.aliases, strict=True) if result is alias]
+            return own[0] if own else result
         if type(result) in (tuple, list):
             return type(result)(self.with_own(part) for part in result)
         if type(result) is dict:
@@ -132,12 +132,12 @@ class _Places:
     spec: Any
 
     def of(self, wrt: Any) -> tuple[int, ...]:
-        found = [place for path in self._paths(wrt) for place in self._one(path)]
-        if not found:
+        places = [place for path in self._paths(wrt) for place in self._one(path)]
+        if not places:
             raise InputError(f"wrt={wrt!r} holds no tensor")
-        for i in found:
+        for i in places:
             _can_be_penalised(self.leaves[i])
-        return tuple(found)
+        return tuple(places)
 
     def _paths(self, wrt: Any) -> Sequence[Path]:
         """A list holds several; a tuple too if each of its items names an argument, otherwise it is
@@ -165,10 +165,10 @@ class _Places:
         if keys == (0,) and self.leaves is self.own and self.own:  # by far the most frequent
             return [0]
         numbered = pytree.tree_unflatten(list(range(len(self.leaves))), self.spec)
-        found = self._argument(keys[0], *numbered)
+        part = self._argument(keys[0], *numbered)
         for position, key in enumerate(keys[1:], start=1):
-            found = _inside(found, key, path, keys[:position])
-        places = pytree.tree_leaves(found)
+            part = _inside(part, key, path, keys[:position])
+        places = pytree.tree_leaves(part)
         return [i for i in places if isinstance(i, int) and isinstance(self.leaves[i], Tensor)]
 
     def _argument(self, key: Any, own: tuple, kwargs: Mapping[str, Any]) -> Any:
@@ -251,9 +251,9 @@ def tensors_in(result: Any, choice: Any) -> list[Tensor]:
     """The tensor that `choice` names in a network's result; without a choice all that are there.
     TorchDynamo runs through this too, so it is plain Python."""
     if choice is None:
-        found: list[Tensor] = []
-        _collect(result, found)
-        return found
+        tensors: list[Tensor] = []
+        _collect(result, tensors)
+        return tensors
     keys = choice if isinstance(choice, tuple) else (choice,)
     for key in keys:
         if isinstance(key, str) and not isinstance(result, Mapping):
@@ -263,38 +263,38 @@ def tensors_in(result: Any, choice: Any) -> list[Tensor]:
     return [result]
 
 
-def _collect(item: Any, found: list[Tensor]) -> None:
+def _collect(item: Any, tensors: list[Tensor]) -> None:
     if isinstance(item, Tensor):
-        found.append(item)
+        tensors.append(item)
     elif isinstance(item, Mapping):
         for part in item.values():
-            _collect(part, found)
+            _collect(part, tensors)
     elif isinstance(item, (tuple, list)):
         for part in item:
-            _collect(part, found)
+            _collect(part, tensors)
     elif hasattr(item, "__dataclass_fields__"):
         for name in item.__dataclass_fields__:
-            _collect(getattr(item, name), found)
+            _collect(getattr(item, name), tensors)
 
 
 def choose_output(result: Any, choice: Any) -> Tensor:
     """The one penalised tensor of a network's result."""
     try:
-        found = tensors_in(result, choice)
+        tensors = tensors_in(result, choice)
     except (KeyError, IndexError, TypeError, AttributeError) as error:
         raise OutputChoiceError(f"output={choice!r} does not exist: {error!r}") from error
-    only_one(found, choice)
-    return found[0]
+    only_one(tensors, choice)
+    return tensors[0]
 
 
-def only_one(found: Sequence[Any], choice: Any) -> None:
-    """Raise unless exactly one tensor was found."""
-    if choice is None and len(found) != 1:
+def only_one(tensors: Sequence[Any], choice: Any) -> None:
+    """Raise unless there is exactly one tensor."""
+    if choice is None and len(tensors) != 1:
         raise OutputChoiceError(
-            f"the network returns {len(found)} tensors; choose the penalised one with output= "
+            f"the network returns {len(tensors)} tensors; choose the penalised one with output= "
             "(an index, a key, or a path such as ('head', 0))"
         )
-    if len(found) != 1 or not isinstance(found[0], (Tensor, int)):
+    if len(tensors) != 1 or not isinstance(tensors[0], (Tensor, int)):
         raise OutputChoiceError(f"output={choice!r} is not one tensor of the network's result")
 
 

@@ -104,10 +104,6 @@ class Capture:
             self._warn(net)
         return result
 
-    def retry(self) -> None:
-        """Try at the next call, whatever failed before."""
-        self.refusal = None
-
     def _enter(self, net: nn.Module, box: _Box, args: tuple, kwargs: dict[str, Any]) -> Any:
         _Quiet.install()
         boxes = _boxes()
@@ -123,8 +119,8 @@ class Capture:
         if self._surroundings is None:
             self._surroundings = Surroundings(net)
         key = self._surroundings.key()
-        found = self._compiled.get(key)
-        if found is None:
+        compiled = self._compiled.get(key)
+        if compiled is None:
             self._surroundings = Surroundings(net)
             code = _call.__code__.replace(co_name=f"call_network_{next(_count)}")
             own = FunctionType(code, dict(_call.__globals__))  # Dynamo adds its own names there
@@ -134,13 +130,13 @@ class Capture:
                 nopython=True,
                 guard_fail_fn=lambda failure: me()._changed(failure),
             )
-            found = optimise(own)
-            assert found is not None
+            compiled = optimise(own)
+            assert compiled is not None
             weakref.finalize(own, _torch.dynamo_reset_code, code).atexit = False
             if len(self._compiled) >= MANY:
                 self._compiled.pop(next(iter(self._compiled)))
-            self._compiled[self._surroundings.key()] = found
-        return found
+            self._compiled[self._surroundings.key()] = compiled
+        return compiled
 
     def _receive(self, module: torch.fx.GraphModule, given: Sequence[Any]) -> Callable:
         """Dynamo's backend: the graph is lifted, and run by whoever calls."""
@@ -298,9 +294,9 @@ def find_graph(
 
     try:
         capture_of(net, output)(net, escape, args, kwargs)
-    except _Found as found:
-        traceback.clear_frames(found.__traceback__)
-        return found.graph, found.inputs
+    except _Found as escaped:
+        traceback.clear_frames(escaped.__traceback__)
+        return escaped.graph, escaped.inputs
     raise CaptureError(f"{type(net).__name__} calls no operator of PyTorch")
 
 

@@ -197,7 +197,7 @@ def _accumulated(
     model: Penalised, args: Any, kwargs: Any, seed: int, way: Way
 ) -> dict[str, tuple[Tensor | None, Tensor | None]]:
     """`accumulate`'s gradients beside those of its loss and penalty by autograd."""
-    found = []
+    both = []
     for by_us in (True, False):
         twin = copy.deepcopy(model).double()
         twin.strict, twin.compile_mode, twin.flatten_after = True, False, None
@@ -213,8 +213,8 @@ def _accumulated(
                 target = call.extra[0] if loss is not None else None
                 accumulate_on_autograd(twin, call, loss, target, 0.5, way)
         named = twin.net.named_parameters()
-        found.append({f"accumulate: ∇ {n}": p.grad for n, p in named if p.requires_grad})
-    return {name: (found[0].get(name), found[1].get(name)) for name in {**found[0], **found[1]}}
+        both.append({f"accumulate: ∇ {n}": p.grad for n, p in named if p.requires_grad})
+    return {name: (both[0].get(name), both[1].get(name)) for name in {**both[0], **both[1]}}
 
 
 def _what(model: Model) -> str:
@@ -261,13 +261,13 @@ def _measure(
     if total.requires_grad:
         total.backward()
     names = [f"gradient {i}" for i in range(len(measured))] if several else ["penalty"]
-    found: dict[str, Tensor | None] = dict(zip(names, measured, strict=True))
-    found.update({f"output {i}": out for i, out in enumerate(outputs)})
-    found.update({f"∇ input {i}": x.grad for i, x in enumerate(call.x)})
-    found.update({f"∇ argument {i}": t.grad for i, t in call.asked.items()})
-    found.update({f"∇ {n}": p.grad for n, p in model.net.named_parameters() if p.requires_grad})
-    found.update({f"buffer {n}": b for n, b in model.net.named_buffers() if b.is_floating_point()})
-    return found
+    named: dict[str, Tensor | None] = dict(zip(names, measured, strict=True))
+    named.update({f"output {i}": out for i, out in enumerate(outputs)})
+    named.update({f"∇ input {i}": x.grad for i, x in enumerate(call.x)})
+    named.update({f"∇ argument {i}": t.grad for i, t in call.asked.items()})
+    named.update({f"∇ {n}": p.grad for n, p in model.net.named_parameters() if p.requires_grad})
+    named.update({f"buffer {n}": b for n, b in model.net.named_buffers() if b.is_floating_point()})
+    return named
 
 
 # --------------------------------------------------------------------------------- rules
@@ -456,8 +456,8 @@ class _Sample:
             if pull is None or q is None or not pull.requires_grad:
                 continue
             along = (pull * q).sum()
-            found = torch.autograd.grad(along, chosen, retain_graph=True, allow_unused=True)
-            for i, source in zip(slots, found, strict=True):
+            sources = torch.autograd.grad(along, chosen, retain_graph=True, allow_unused=True)
+            for i, source in zip(slots, sources, strict=True):
                 if source is not None and not self.rule.curves(i, j):
                     pairs[f"curves({i}, {j}) is False, source"] = (
                         torch.zeros_like(source), source
@@ -516,7 +516,7 @@ class _Sample:
                 [t if on else None for t, on in zip(tangents, live, strict=True)] for tangents in q
             ]
             packed, moved = self._pack(_stack(xi)), tuple(_stack(own))
-            found = []
+            both = []
             for way in (LOOP, self.rule.seeded):
                 try:
                     with torch.no_grad():
@@ -527,9 +527,9 @@ class _Sample:
                         f"{call.node.op}: {seeds} seeds with inputs {_named(live)} differentiated: "
                         f"seeded={way.name!r} fails: {error}"
                     ) from error
-                found.append(self._parts(pulled, pushed, bent))
-            for name, theirs in found[0].items():
-                pairs[f"seeded, {name}, inputs {_named(live)}"] = (found[1][name], theirs)
+                both.append(self._parts(pulled, pushed, bent))
+            for name, theirs in both[0].items():
+                pairs[f"seeded, {name}, inputs {_named(live)}"] = (both[1][name], theirs)
         return pairs
 
     def _like(self, t: Tensor | None) -> Tensor | None:
@@ -585,12 +585,12 @@ class _Sample:
         outs = self._stock(moved)
         active = [(o, x) for o, x in zip(outs, self.xi, strict=True) if x is not None]
         chosen = [u for u, q in zip(moved, self.q, strict=True) if q is not None]
-        found = iter(
+        derivatives = iter(
             torch.autograd.grad(
                 [o for o, _ in active], chosen, [x for _, x in active], allow_unused=True
             )
         )
-        slopes = [None if q is None else next(found) for q in self.q]
+        slopes = [None if q is None else next(derivatives) for q in self.q]
         return tuple(o.detach() for o in outs), slopes
 
 
@@ -705,8 +705,8 @@ def _bilinear(op: Operator, given: tuple) -> _Form:
     def adjoint(k: int, u: Sequence[Tensor], y: Tensor) -> Tensor:
         if k == last:
             return op.transpose(tree(u), y, tuple(u[last].shape))
-        found = op.weight_adjoint(u[last], y, tree(u))
-        return pytree.tree_leaves(found)[places[k]]
+        in_weight = op.weight_adjoint(u[last], y, tree(u))
+        return pytree.tree_leaves(in_weight)[places[k]]
 
     spaces = [_leaf_spaces(op.parameters, weight)[i] for i in places]
     return _Form(
@@ -724,8 +724,8 @@ def _bilinear(op: Operator, given: tuple) -> _Form:
 def _leaf_spaces(space: Space, weight: Any) -> list[Space]:
     """One space per leaf of θ."""
     if isinstance(weight, (tuple, list)) and isinstance(space, Product):
-        found = zip(space.spaces, weight, strict=True)
-        return [leaf for part, w in found for leaf in _leaf_spaces(part, w)]
+        pairs = zip(space.spaces, weight, strict=True)
+        return [leaf for part, w in pairs for leaf in _leaf_spaces(part, w)]
     return [space] * len(pytree.tree_leaves(weight))
 
 

@@ -40,7 +40,7 @@ TESTED = 1000  # test images at most that are attacked
 
 
 @dataclass(frozen=True)
-class Choice:
+class DemoPenalty:
     """A penalty that the demo knows, with the weight at which it does something here."""
 
     build: Callable[[], db.Penalty]
@@ -49,9 +49,9 @@ class Choice:
 
 
 PENALTIES = {
-    "loss-gradient": Choice(lambda: db.LossGradient("cross_entropy"), 1.0, "‖∇ₓℓ‖²"),
-    "jacobian": Choice(lambda: db.Jacobian(), 0.03, "‖∂out/∂x‖²_F"),
-    "spectral-norm": Choice(lambda: db.SpectralNorm(), 0.1, "σ₁(∂out/∂x)"),
+    "loss-gradient": DemoPenalty(lambda: db.LossGradient("cross_entropy"), 1.0, "‖∇ₓℓ‖²"),
+    "jacobian": DemoPenalty(lambda: db.Jacobian(), 0.03, "‖∂out/∂x‖²_F"),
+    "spectral-norm": DemoPenalty(lambda: db.SpectralNorm(), 0.1, "σ₁(∂out/∂x)"),
 }
 
 

@@ -254,7 +254,7 @@ class Run:
 
 
 def _run(program: JacobianProgram, size: int) -> Run:
-    found = Run()
+    cost = Run()
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         leaves = _fake_leaves(program.plan)
         with Meter(leaves.values(), joins=True) as meter:
@@ -266,34 +266,34 @@ def _run(program: JacobianProgram, size: int) -> Run:
                     result = fn()
                 return result, meter.flops - before, operations, meter.peak
 
-            opened, found.open_flops, found.open_operations, found.open_peak = phase(
+            opened, cost.open_flops, cost.open_operations, cost.open_peak = phase(
                 lambda: program._open(leaves)
             )
             outputs, mutated, swept = opened
             del opened, mutated
             bank = program.candidate.bank(swept.state)[:size]
-            found.kept = meter.live
+            cost.kept = meter.live
             out = swept.values[program.plan.target]
             weight = program._weight(leaves, out)
-            found.fixed_written = meter.written
-            result, found.part_flops, found.part_operations, peak = phase(
+            cost.fixed_written = meter.written
+            result, cost.part_flops, cost.part_operations, peak = phase(
                 lambda: program._part(swept, bank, weight, {})
             )
             values, sources = result
             del result
-            found.part_written = meter.written - found.fixed_written
+            cost.part_written = meter.written - cost.fixed_written
             if size < program.candidate.seeds:  # chunks to come find the sources of those before
                 again, _, _, peak = phase(lambda: program._part(swept, bank, weight, sources))
                 values, sources = again
                 del again
-            found.part_peak = peak - found.kept
+            cost.part_peak = peak - cost.kept
             grads = {program.plan.target: torch.empty_like(out)}
-            held, found.close_flops, found.close_operations, found.close_peak = phase(
+            held, cost.close_flops, cost.close_operations, cost.close_peak = phase(
                 lambda: program._close(swept, sources, values.sum(), grads, keep=False)
             )
-            found.fixed_written = meter.written - found.part_written
+            cost.fixed_written = meter.written - cost.part_written
             del held, outputs
-    return found
+    return cost
 
 
 @dataclass(frozen=True)
@@ -395,9 +395,9 @@ def free_bytes(device: torch.device) -> int:
 class Prices:
     """Profiles by candidate, made when asked for; none runs twice with the same number of seeds."""
 
-    def __init__(self, plan: Plan, penalty: Jacobian, found: Iterable[Candidate]) -> None:
+    def __init__(self, plan: Plan, penalty: Jacobian, candidates: Iterable[Candidate]) -> None:
         self.programs = {
-            c.name: JacobianProgram(plan, penalty, candidate=c, chunk=[1]) for c in found
+            c.name: JacobianProgram(plan, penalty, candidate=c, chunk=[1]) for c in candidates
         }
         self.runs: dict[str, dict[int, Run]] = {name: {} for name in self.programs}
 
@@ -430,12 +430,12 @@ def plan_jacobian(plan: Plan, penalty: Jacobian, debug: bool, replay: Replay) ->
     _warn_of_softmax(plan, penalty)
     quiet, excluded = candidates(plan, penalty)
     watched = candidates(plan, penalty, sweeps.finite_watch(plan))[0] if debug else quiet
-    found = {c.name: c for c in watched}
+    by_name = {c.name: c for c in watched}
     prices = Prices(plan, penalty, quiet)
     device = plan.graph.values[plan.target].device  # type: ignore[union-attr]
     budget = penalty.memory if penalty.memory is not None else free_bytes(device)
-    name = _choose(found, penalty, excluded, prices, budget)
-    candidate = found[name]
+    name = _choose(by_name, penalty, excluded, prices, budget)
+    candidate = by_name[name]
     if name == "rows" and penalty.whole:
         _check_seeds(candidate.seeds, penalty)
     chunk = _chunk(plan, candidate, penalty, prices, budget)
@@ -457,21 +457,21 @@ def _check_seeds(seeds: int, penalty: Jacobian) -> None:
 
 
 def _choose(
-    found: Mapping[str, Candidate],
+    by_name: Mapping[str, Candidate],
     penalty: Jacobian,
     excluded: Mapping[str, str],
     prices: Prices,
     budget: int,
 ) -> str:
     if penalty.plan != "auto":
-        if penalty.plan not in found:
+        if penalty.plan not in by_name:
             raise InputError(
                 f'plan="{penalty.plan}" does not apply here: {excluded[penalty.plan]}; '
                 'use plan="auto"'
             )
         return penalty.plan
-    rows = found["rows"].seeds
-    able = [n for n, c in found.items() if n == "rows" or c.seeds < rows]
+    rows = by_name["rows"].seeds
+    able = [n for n, c in by_name.items() if n == "rows" or c.seeds < rows]
     if len(able) == 1:
         return "rows"
     profiles = {name: prices(name) for name in able}
@@ -505,30 +505,28 @@ def _surely_fits(plan: Plan, seeds: int, budget: int) -> bool:
 
 def _shortcuts(candidate: Candidate, penalty: Jacobian) -> dict[str, str]:
     """What spares work in the chosen candidate, in words."""
-    found: dict[str, str] = {}
+    told: dict[str, str] = {}
     if penalty.of == "softmax" and penalty.projections is None and isinstance(candidate, Rows):
-        found["rank of softmax"] = "C − 1 seeds: the rows of softmax's Jacobian sum to zero"
+        told["rank of softmax"] = "C − 1 seeds: the rows of softmax's Jacobian sum to zero"
     segments: list[Segment] = []
     if isinstance(candidate, (Rows, Columns)):
         segments = [candidate.segment]
     elif isinstance(candidate, Waist):
         segments = [candidate.before, candidate.behind.segment]
-        found["narrow waist"] = f"every path crosses a layer of width {candidate.seeds}"
+        told["narrow waist"] = f"every path crosses a layer of width {candidate.seeds}"
     else:
-        found["closed form"] = "Σ g′(z_i)²‖W_i‖²: no work per seed"
+        told["closed form"] = "Σ g′(z_i)²‖W_i‖²: no work per seed"
     for segment in segments:
         graph = segment.body.graph
         which, where = ("rows", "last") if segment.by_rows else ("columns", "first")
         if segment.read is not None:
             shape = graph.shape(segment.read.weight)
-            found[f"{which} of the {where} layer"] = f"read off its {shape[0]}×{shape[1]} weight"
+            told[f"{which} of the {where} layer"] = f"read off its {shape[0]}×{shape[1]} weight"
         if segment.gram is not None:
             shape = graph.shape(segment.gram.weight)
             end = "first" if segment.by_rows else "last"
-            found[f"Gram matrix of the {end} layer"] = (
-                f"stands for its {shape[0]}×{shape[1]} weight"
-            )
-    return found
+            told[f"Gram matrix of the {end} layer"] = f"stands for its {shape[0]}×{shape[1]} weight"
+    return told
 
 
 def _warn_of_softmax(plan: Plan, penalty: Jacobian) -> None:

@@ -298,12 +298,12 @@ class SpectralProgram(Phases):
             values, saved, v, by = nested
             state = sweeps.State(dict(values), dict(saved))
             xi = self._pulled(state, v, keep=by is not None)
-            found, q = self.penalty.measure(xi)
+            measured, q = self.penalty.measure(xi)
             if by is None:
-                return found, {}
+                return measured, {}
             along = self.penalty.weighted(q, xi, by)
             start = dict(zip(self.plan.penalised, along, strict=True))
-            return found, sweeps.tangent(self.plan, state, start)[1]
+            return measured, sweeps.tangent(self.plan, state, start)[1]
 
         key = ("measure", weight is None)
         return self.replay(key, run, (swept.values, swept.saved, swept.bank, weight))

@@ -103,10 +103,10 @@ class Segment:
     ) -> tuple[list[Tensor], list[Tensor]]:
         """(z, t): J*e⟨i⟩, or its image before a first layer that the Gram matrix stands for."""
         count = seeds.shape[0]
-        found = sweeps.backward(self.body, state, seeds, keep=keep, seeds=count, watch=self.watch)
+        pulled = sweeps.backward(self.body, state, seeds, keep=keep, seeds=count, watch=self.watch)
         z = [
             zero(self.body.graph, v, count) if u is None else u
-            for v, u in zip(self.body.penalised, found, strict=True)
+            for v, u in zip(self.body.penalised, pulled, strict=True)
         ]
         if self.gram is None:
             return z, self._representers(z)
@@ -207,8 +207,8 @@ class Segment:
     def _representers(self, z: list[Tensor]) -> list[Tensor]:
         if isinstance(self.space, Euclidean):
             return z
-        _, found = dual_square(self.space, [u.flatten(0, 1) for u in z])
-        return [t.unflatten(0, (-1, self.batch)) for t in found]
+        _, representers = dual_square(self.space, [u.flatten(0, 1) for u in z])
+        return [t.unflatten(0, (-1, self.batch)) for t in representers]
 
     @property
     def gram_key(self) -> Any:
@@ -243,13 +243,13 @@ class GramKey(NamedTuple):
 def finished(sources: Sources, values: Mapping[Any, Tensor]) -> Sources:
     """Sources by value. ∇_W of Σ⟨z′, WWᵀz⟩ with z′, z fixed and Σz′zᵀ symmetric is (Σ z′zᵀ) W;
     for WᵀW it is W (Σ z′zᵀ)."""
-    found = {key: part for key, part in sources.items() if not isinstance(key, GramKey)}
+    plain = {key: part for key, part in sources.items() if not isinstance(key, GramKey)}
     for key, pairs in sources.items():
         if isinstance(key, GramKey):
             weight = values[key.weight]
             source = pairs @ weight if key.by_rows else weight @ pairs
-            found[key.weight] = add(found.get(key.weight), source)  # type: ignore[assignment]
-    return found
+            plain[key.weight] = add(plain.get(key.weight), source)  # type: ignore[assignment]
+    return plain
 
 
 def width(graph: Graph, value: int) -> int:
@@ -601,7 +601,7 @@ Candidate = Rows | Columns | Waist | Diagonal
 
 def candidates(plan: Plan, penalty: Jacobian, watch: Any = None) -> tuple[list[Candidate], dict]:
     """(those that apply, why the others do not by name)."""
-    found: list[Candidate] = [_rows(plan, penalty, watch)]
+    ways: list[Candidate] = [_rows(plan, penalty, watch)]
     why: dict[str, str] = {}
     reason = _exact_euclidean(plan, penalty)
     for name, make in (("columns", _columns), ("waist", _waist), ("diagonal", _diagonal)):
@@ -609,8 +609,8 @@ def candidates(plan: Plan, penalty: Jacobian, watch: Any = None) -> tuple[list[C
         if isinstance(made, str):
             why[name] = made
         else:
-            found.append(made)
-    return found, why
+            ways.append(made)
+    return ways, why
 
 
 def _rows(plan: Plan, penalty: Jacobian, watch: Any) -> Rows:

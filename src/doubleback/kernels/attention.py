@@ -256,8 +256,8 @@ def _by_columns(f: Frame, rows, columns, run, dropout: Dropout) -> list[Maybe]:
         last = min(first + dropout.step, f.m)
         codes = f.fold(dropout.codes(first), f.n, f.g)
         some = [None if x is None else x[:, first:last] for x in columns]
-        found, column = f.cut(first, last).map(tile, (*rows, delta, codes), some)
-        row = found if row is None else [_sum(a, b) for a, b in zip(row, found, strict=True)]
+        more, column = f.cut(first, last).map(tile, (*rows, delta, codes), some)
+        row = more if row is None else [_sum(a, b) for a, b in zip(row, more, strict=True)]
         parts.append(column)
     assert row is not None  # there are columns
     t_out, sq, kappa = row

@@ -485,8 +485,8 @@ def _placed(
     want: Sequence[bool], results: Sequence[Tensor], other: Tensor | None = None
 ) -> tuple[Any, ...]:
     """The results, each in the place of one that was wanted, with `other` in those between."""
-    found = iter(results)
-    return tuple(next(found) if w else other for w in want)
+    rest = iter(results)
+    return tuple(next(rest) if w else other for w in want)
 
 
 def _launch(xi, tq, tk, tv, q, k, v, out, lse, mask, causal, scale, want) -> list[Tensor]:

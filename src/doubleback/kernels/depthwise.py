@@ -253,12 +253,12 @@ def sum_kernel(
         part = first + tl.arange(0, PARTS)
         at = ((part * (TAPS + BIAS) + tap) * channels)[:, None] + channel[None, :]
         total += tl.load(parts_ptr + at, mask=(part < parts)[:, None] & known[None, :], other=0)
-    found = tl.sum(total, 0)
+    summed = tl.sum(total, 0)
     if tap < TAPS:
-        tl.store(weight_ptr + channel * TAPS + tap, found, mask=known)
+        tl.store(weight_ptr + channel * TAPS + tap, summed, mask=known)
     if BIAS:  # noqa: SIM102
         if tap == TAPS:
-            tl.store(bias_ptr + channel, found, mask=known)
+            tl.store(bias_ptr + channel, summed, mask=known)
 
 
 # Which convolutions ------------------------------------------------------------------------------
@@ -287,15 +287,15 @@ class Depthwise(NamedTuple):
         """None where `part` of this convolution, or these tensors, are not for the kernels here."""
         if len(weight_shape) != 4 or weight_shape[1] != 1 or not weight_shape[0] == groups > 1:
             return None
-        found = cls(*map(_pair, (x_shape[2:], weight_shape[2:], stride, padding, dilation)))
-        reach = 3 * found.stride[1] + found.dilation[1] * (found.kernel[1] - 1)
-        if max(found.kernel) > LARGEST or max(found.stride) > 2 or reach >= WIDEST:
+        way = cls(*map(_pair, (x_shape[2:], weight_shape[2:], stride, padding, dilation)))
+        reach = 3 * way.stride[1] + way.dilation[1] * (way.kernel[1] - 1)
+        if max(way.kernel) > LARGEST or max(way.stride) > 2 or reach >= WIDEST:
             return None
         given = [t for t in tensors if t is not None]
-        if not x_shape[0] or min(found.out) < 1 or not _known(given):
+        if not x_shape[0] or min(way.out) < 1 or not _known(given):
             return None
         half = given[0].dtype != torch.float32
-        return None if part == "K□" and half and max(found.kernel) > 3 else found
+        return None if part == "K□" and half and max(way.kernel) > 3 else way
 
     def forward(self, weight: Tensor, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """K(θ, x) + b."""
@@ -309,8 +309,8 @@ class Depthwise(NamedTuple):
         self, x: Tensor, y: Tensor, bias: bool = False
     ) -> tuple[Tensor, Tensor | None]:
         """K□(x, y), and the sum of y for a bias."""
-        found = _adjoint(x, y, *self[1:], bias)
-        return found[0], found[1] if bias else None
+        sums = _adjoint(x, y, *self[1:], bias)
+        return sums[0], sums[1] if bias else None
 
 
 def _pair(values: Sequence[int]) -> Pair:

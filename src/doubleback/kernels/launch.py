@@ -192,12 +192,12 @@ def look(t: Tensor | None) -> Any:
 
 def planned(plans: dict[Any, Any], key: Any, make: Callable[[], Any]) -> Any:
     """The plan under `key`, made when first asked for."""
-    found = plans.get(key)
-    if found is None:
+    plan = plans.get(key)
+    if plan is None:
         if len(plans) >= MOST:
             plans.clear()
-        found = plans[key] = make()
-    return found
+        plan = plans[key] = make()
+    return plan
 
 
 class Launch:

@@ -572,19 +572,19 @@ def _launch(
     weight: Tensor | None, kind: str, shape: Sequence[int], count: int, rms: bool,
     wanted: Sequence[bool], tangent: bool,
 ) -> list[Tensor]:  # fmt: skip
-    found = standardise_second(
+    results = standardise_second(
         _groups(kind, tuple(shape), count, rms), xi, q, x, mean, rstd, weight, wanted, tangent,
         fused=True,
     )  # fmt: skip
-    return [t for t in found if t is not None]
+    return [t for t in results if t is not None]
 
 
 def _fake(xi, q, x, mean, rstd, weight, kind, shape, count, rms, wanted, tangent):
     form = Groups(kind, tuple(shape), count, rms).layout(x)
-    found = [torch.empty_like(x, memory_format=form) for need in (tangent, wanted[0]) if need]
+    shapes = [torch.empty_like(x, memory_format=form) for need in (tangent, wanted[0]) if need]
     if wanted[1] and weight is not None:
-        found.append(torch.empty_like(weight))
-    return found
+        shapes.append(torch.empty_like(weight))
+    return shapes
 
 
 launch.opaque(
@@ -609,8 +609,8 @@ def second_now(
         xi, q, x, mean, rstd, weight, groups.kind, list(groups.shape), groups.count, groups.rms,
         list(wanted), tangent,
     )  # fmt: skip
-    found = iter(results)
+    rest = iter(results)
     has_weight = wanted[1] and weight is not None
-    t_y = next(found) if tangent else None
-    s_x = next(found) if wanted[0] else None
-    return t_y, s_x, next(found) if has_weight else None
+    t_y = next(rest) if tangent else None
+    s_x = next(rest) if wanted[0] else None
+    return t_y, s_x, next(rest) if has_weight else None

@@ -168,12 +168,12 @@ class Strided:
         folded = self.fold(x)
         if self.dense:
             rows = y.permute(0, 2, 3, 1).reshape(-1, self.after)
-            found = rows.t() @ folded.reshape(-1, folded.shape[-1])
-            return self.unfilters(found[:, :, None, None]), total
+            product = rows.t() @ folded.reshape(-1, folded.shape[-1])
+            return self.unfilters(product[:, :, None, None]), total
         like = _unread(y, (self.after, folded.shape[-1], *self.taps))
         folded = folded.permute(0, 3, 1, 2)
-        found = aten.convolution_backward(y, folded, like, None, *_UNIT, [False, True, False])[1]
-        return self.unfilters(found), total
+        product = aten.convolution_backward(y, folded, like, None, *_UNIT, [False, True, False])[1]
+        return self.unfilters(product), total
 
 
 def _filled(channels: int, pixels: int) -> int:

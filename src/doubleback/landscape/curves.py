@@ -111,10 +111,10 @@ class Jets:
     @property
     def out(self) -> tuple[Tensor, Tensor]:
         """z and ∂ₛz, (N, …)."""
-        found = self.values[self.network.out]
-        assert isinstance(found, Jet)
-        slope = torch.zeros_like(found.at) if found.slope is None else found.slope
-        return found.at.squeeze(1), slope.squeeze(1)
+        jet = self.values[self.network.out]
+        assert isinstance(jet, Jet)
+        slope = torch.zeros_like(jet.at) if jet.slope is None else jet.slope
+        return jet.at.squeeze(1), slope.squeeze(1)
 
     # -------------------------------------------------------------------------- forward
 
@@ -135,14 +135,14 @@ class Jets:
         def one(rows: Any, shared: Any) -> list:
             return fn(node, _together(rows[0], shared), rows[1])
 
-        found = mapped(one, [rows, [self.at, self.mid]], shared)
-        for v, jet in zip(node.outputs, found, strict=True):
+        jets = mapped(one, [rows, [self.at, self.mid]], shared)
+        for v, jet in zip(node.outputs, jets, strict=True):
             if jet is not None:
                 self.values[v] = Jet(*jet)
 
     def _shared(self, node: Node, inputs: Sequence[Shared]) -> None:
-        found = propagate(self.network, node, [i.coefficients for i in inputs])
-        for v, coefficients in zip(node.outputs, found, strict=True):
+        outputs = propagate(self.network, node, [i.coefficients for i in inputs])
+        for v, coefficients in zip(node.outputs, outputs, strict=True):
             self.values[v] = Shared(tuple(coefficients))
 
     def _spread(self, value: Jet | Shared) -> Jet | Shared:
@@ -236,16 +236,16 @@ class Jets:
             def one(rows: Any, shared: Any, node: Node = node, wanted: list = wanted) -> list:
                 return self._backward(node, _together(rows[0], shared), rows[1], rows[2], wanted)
 
-            found = mapped(one, [rows, parts, self.at], shared)
-            for value, pair, want in zip(node.inputs, found, wanted, strict=True):
+            pulled = mapped(one, [rows, parts, self.at], shared)
+            for value, pair, want in zip(node.inputs, pulled, wanted, strict=True):
                 if want and pair is not None:
                     old = xi.get(value, [None, None])
                     xi[value] = [_plus(a, b) for a, b in zip(old, pair, strict=True)]
-        found = xi.get(network.x)
+        pulled = xi.get(network.x)
         like = self.values[network.x]
         assert isinstance(like, Jet)
         zero = torch.zeros_like(like.at)
-        pair = [zero if part is None else part for part in (found or [None, None])]
+        pair = [zero if part is None else part for part in (pulled or [None, None])]
         return pair[0].squeeze(1), pair[1].squeeze(1)
 
     def _backward(self, node: Node, inputs: Sequence, parts: list, s: Tensor, wanted: list) -> list:
@@ -261,18 +261,18 @@ class Jets:
             pull = partial(_pull, rule, call, wanted)
         else:
             pull = _vjp(network, node, [_any(i) for i in inputs], wanted)
-        found = [[None] * len(inputs) if y is None else pull(y) for y in (values, slopes)]
-        return [list(pair) for pair in zip(*found, strict=True)]
+        columns = [[None] * len(inputs) if y is None else pull(y) for y in (values, slopes)]
+        return [list(pair) for pair in zip(*columns, strict=True)]
 
     def _product_backward(
         self, node: Node, inputs: Sequence, xi: Any, dxi: Any, s: Tensor, wanted: list
     ) -> list:
         rule = self.network.rules[node.index]
-        found: list = []
+        pairs: list = []
         for slot, want in enumerate(wanted):
             other = partner(rule, node, slot)
             if not want:
-                found.append(None)
+                pairs.append(None)
                 continue
             only = [i == slot for i in range(len(wanted))]
 
@@ -291,8 +291,8 @@ class Jets:
                 return total
 
             turned = adjoint(xi, 2, 1) if other is not None else None
-            found.append([adjoint(xi, 1, 0), _plus(adjoint(dxi, 1, 0), turned)])
-        return found
+            pairs.append([adjoint(xi, 1, 0), _plus(adjoint(dxi, 1, 0), turned)])
+        return pairs
 
 
 # ------------------------------------------------------------------------------- helpers
@@ -321,15 +321,15 @@ def _apart(values: Sequence[Jet | Shared | None]) -> tuple[list, list]:
 def _together(rows: Sequence, shared: Sequence) -> list:
     """Per input [mid, at, slope]; a parameter that does not move is the same in all places; one
     that moves stays a tuple of coefficients."""
-    found = []
+    together = []
     for row, coefficients in zip(rows, shared, strict=True):
         if row is not None or coefficients is None:
-            found.append(row)
+            together.append(row)
         elif len(coefficients) == 1:
-            found.append([coefficients[0], coefficients[0], None])
+            together.append([coefficients[0], coefficients[0], None])
         else:
-            found.append(tuple(coefficients))
-    return found
+            together.append(tuple(coefficients))
+    return together
 
 
 def _any(part: Any, channel: int = 1) -> Tensor:
@@ -387,10 +387,10 @@ def _vjp(
             torch.zeros_like(out) if part is None else part
             for out, part in zip(outs, parts, strict=True)
         )
-        grads, found = pull(filled), [None] * len(inputs)
+        grads, by_slot = pull(filled), [None] * len(inputs)
         for slot, grad in zip(slots, grads, strict=True):
-            found[slot] = grad
-        return found
+            by_slot[slot] = grad
+        return by_slot
 
     return pulled
 
@@ -466,8 +466,8 @@ class Piecewise:
         """Every example at each t: (M, T)."""
         parts = []
         for chunk in torch.arange(self.path.examples).split(max(1, BUDGET // max(len(t), 1))):
-            found = self(t.repeat(len(chunk)), chunk.repeat_interleave(len(t)))
-            parts.append(found.reshape(len(chunk), -1))
+            values = self(t.repeat(len(chunk)), chunk.repeat_interleave(len(t)))
+            parts.append(values.reshape(len(chunk), -1))
         return torch.cat(parts)
 
     def mean(self, t: Tensor) -> Tensor:

@@ -127,18 +127,18 @@ def mark_rest(ax: Axes, at: float) -> None:
     ax.axvline(at, color=BLACK, lw=0.8, ls="--", zorder=0)
 
 
-def draw_polytopes(figure: Figure, ax: Axes, found: Polytopes, label: str) -> None:
+def draw_polytopes(figure: Figure, ax: Axes, polytopes: Polytopes, label: str) -> None:
     """Regions coloured by the norm of the gradient, which is constant on each."""
     from matplotlib.collections import PolyCollection
 
     polygons = PolyCollection(
-        [r.corners.numpy() for r in found.regions], cmap="cividis", edgecolors="white",
+        [r.corners.numpy() for r in polytopes.regions], cmap="cividis", edgecolors="white",
         linewidths=0.25,
     )  # fmt: skip
-    polygons.set_array(torch.tensor([r.norm for r in found.regions]).numpy())
+    polygons.set_array(torch.tensor([r.norm for r in polytopes.regions]).numpy())
     ax.add_collection(polygons)
-    ax.set_xlim(found.window.p)
-    ax.set_ylim(found.window.q)
+    ax.set_xlim(polytopes.window.p)
+    ax.set_ylim(polytopes.window.q)
     ax.set_aspect("equal")
     figure.colorbar(polygons, ax=ax, label=label, shrink=0.85)
 

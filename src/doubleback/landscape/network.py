@@ -89,10 +89,10 @@ def mapped(fn: Callable[..., Any], rows: Any, shared: Any = None) -> Any:
         form[:] = [out_spec, kept, len(results)]
         return tuple(results[i] for i in kept)
 
-    found = torch.vmap(one)(*(leaves[i] for i in places))
+    mapped_over = torch.vmap(one)(*(leaves[i] for i in places))
     out_spec, kept, count = form
     results: list[Any] = [None] * count
-    for place, tensor in zip(kept, found, strict=True):
+    for place, tensor in zip(kept, mapped_over, strict=True):
         results[place] = tensor
     return pytree.tree_unflatten(results, out_spec)
 
@@ -107,8 +107,8 @@ def make_network(net: nn.Module, x: Tensor) -> Network:
     _refuse_coupled_layers(net)
     twin = copy.deepcopy(net).double().cpu()
     one = x[:1].detach().double().cpu()
-    found, inputs = find_graph(twin, None, (one,), {})
-    graph = lower(found)
+    whole, inputs = find_graph(twin, None, (one,), {})
+    graph = lower(whole)
     given = [(t, v) for t, v in zip(inputs, graph.inputs, strict=True) if v is not None]
     leaves = {value: tensor.detach() for tensor, value in given if tensor is not one}
     leaves |= {
@@ -567,17 +567,17 @@ def find_motion(network: Network, leaves: Mapping[int, int]) -> Motion:
                 )
         if not any(v in degree for v in node.inputs):
             continue
-        found, kink = _degree(network, node, degree)
+        highest, kink = _degree(network, node, degree)
         if kink is not None:
             kinks[node.index] = kink
         for v in node.outputs:
             if not network.differentiable(v):
                 discrete.add(v)
-            elif found > 0:
-                degree[v] = found
-        if found > MAX_DEGREE:
+            elif highest > 0:
+                degree[v] = highest
+        if highest > MAX_DEGREE:
             raise NotPiecewiseLinearError(
-                f"along this path {_name(node)} is a polynomial of degree {found}, "
+                f"along this path {_name(node)} is a polynomial of degree {highest}, "
                 f"beyond {MAX_DEGREE}; move the parameters of fewer layers at a time"
             )
     return Motion(degree, _cotangent_degree(network, degree), kinks)

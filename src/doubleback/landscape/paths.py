@@ -110,16 +110,16 @@ def random_direction(net: nn.Module, *layers: str, seed: int = 0) -> Direction:
 def before_kinks(net: nn.Module, x: Tensor) -> list[str]:
     """The parameters that move a kink (ReLU, abs, max-pool, …), by name. Raises the first refusal
     where none can be followed."""
-    network, found, refused = make_network(net, x), [], None
+    network, names, refused = make_network(net, x), [], None
     for name, value in network.names.items():
         try:
             if find_motion(network, {value: 1}).kinks:
-                found.append(name)
+                names.append(name)
         except NotPiecewiseLinearError as error:
             refused = refused or error
-    if not found and refused is not None:
+    if not names and refused is not None:
         raise refused
-    return found
+    return names
 
 
 def _within(name: str, layer: str) -> bool:
@@ -168,7 +168,7 @@ def moving_leaves(
         return {value: (base, slope)}
     if not along.by_name:
         raise InputError("the direction names no parameter")
-    found = {}
+    moving = {}
     for name, d in along.by_name.items():
         value = resolve(network, name)
         base, d = network.leaves[value], d.detach().double().cpu()
@@ -177,8 +177,8 @@ def moving_leaves(
                 f"the direction of '{name}' has shape {tuple(d.shape)}, the parameter "
                 f"{tuple(base.shape)}"
             )
-        found[value] = (base + centre * d, radius * d)
-    return found
+        moving[value] = (base + centre * d, radius * d)
+    return moving
 
 
 def _check_index(along: Coordinate, base: Tensor) -> None:
@@ -267,15 +267,15 @@ class Path:
     @cached_property
     def breakpoints(self) -> tuple[Breakpoint, ...]:
         """Ordered by example, then t."""
-        found: dict[tuple[int, float], list[Unit]] = {}
+        at_place: dict[tuple[int, float], list[Unit]] = {}
         f = self.flips
         for example, at, kink, unit in zip(
             f.example.tolist(), f.at.tolist(), f.kink.tolist(), f.unit.tolist(), strict=True
         ):
-            found.setdefault((example, at), []).append(self.unit(kink, unit))
+            at_place.setdefault((example, at), []).append(self.unit(kink, unit))
         return tuple(
             Breakpoint(example, self.centre + self.radius * at, tuple(units))
-            for (example, at), units in found.items()
+            for (example, at), units in at_place.items()
         )
 
     def unit(self, kink: int, flat: int) -> Unit:
@@ -370,13 +370,13 @@ def _follow_rows(
         for v, (base, slope) in moving.items()
     }
     try:
-        found = follow_chunk(network, motion, x[rows.start : rows.stop], own)
+        piece = follow_chunk(network, motion, x[rows.start : rows.stop], own)
     except TooManyRows:
         middle = (rows.start + rows.stop) // 2
         halves: Sequence[range] = (range(rows.start, middle), range(middle, rows.stop))
         return [part for half in halves for part in _follow_rows(network, motion, x, moving, half)]
-    found.example += rows.start
-    return [found]
+    piece.example += rows.start
+    return [piece]
 
 
 def _pieces(flips: Flips, examples: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -463,8 +463,8 @@ def partition(net: nn.Module, window: Window, index: int | tuple[int, ...] = 0) 
     """All linear regions of out⟨index⟩ in the window, exactly.
 
     >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
-    >>> found = partition(net, Window.of_inputs((-1.0, 1.0), (-1.0, 1.0)))
-    >>> abs(found.table()["sum of areas"] - 4.0) < 1e-9
+    >>> polytopes = partition(net, Window.of_inputs((-1.0, 1.0), (-1.0, 1.0)))
+    >>> abs(polytopes.table()["sum of areas"] - 4.0) < 1e-9
     True
     """
     frame = [part.detach().double().cpu() for part in (window.origin, window.u, window.v)]
@@ -506,8 +506,8 @@ class _RegionRun:
 
         rows = [self.values.get(v) for v in node.inputs]
         shared = [None if v in self.values else self.fixed[v] for v in node.inputs]
-        for value, found in zip(node.outputs, mapped(one, rows, shared), strict=True):
-            self.values[value] = found
+        for value, coefficients in zip(node.outputs, mapped(one, rows, shared), strict=True):
+            self.values[value] = coefficients
 
     def kink(self, node: Node) -> None:
         kink, coefficients = self.motion.kinks[node.index], self._coefficients(node)
@@ -520,7 +520,7 @@ class _RegionRun:
             polygons += parts
             parents += [row] * len(parts)
         self.polygons, parent = polygons, torch.tensor(parents)
-        self.values = {v: [c[parent] for c in found] for v, found in self.values.items()}
+        self.values = {v: [c[parent] for c in powers] for v, powers in self.values.items()}
         self._through(node)
 
     def _coefficients(self, node: Node) -> Tensor:
@@ -528,15 +528,15 @@ class _RegionRun:
         kink, count = self.motion.kinks[node.index], len(self.polygons)
         full = []
         for v in node.inputs:
-            found = self.values.get(v)
-            full.append(found or [self.fixed[v].expand(count, *self.fixed[v].shape)])
+            known = self.values.get(v)
+            full.append(known or [self.fixed[v].expand(count, *self.fixed[v].shape)])
         if isinstance(kink, Thresholds):
             return torch.stack([c.reshape(count, -1) for c in full[0]], -1)
         entries = []
         for k in range(3):
             parts = [c[k] if k < len(c) else torch.zeros_like(c[0]) for c in full]
-            found = mapped(lambda rows, _: kink.candidates(rows), parts)
-            entries.append(kink.sign * found.reshape(count, -1, found.shape[-1]))
+            rivals = mapped(lambda rows, _: kink.candidates(rows), parts)
+            entries.append(kink.sign * rivals.reshape(count, -1, rivals.shape[-1]))
         return torch.stack(entries, -1)
 
     def _cut_at(self, thresholds: Sequence[float], own: Tensor, polygon: Tensor) -> list[Tensor]:
@@ -590,12 +590,12 @@ class _RegionRun:
             points = [c[0] + sum(s * x for s, x in zip(c[1:], place, strict=False)) for c in inputs]
             call = network.forward(node, points)
             out = call.out[0] if node.many else call.out
-            found = []
+            slopes = []
             for k in (1, 2):
                 slope = rule.tangent(call, [c[k] if len(c) > k else None for c in inputs])
-                found.append(slope[0] if node.many else slope)
-            constant = out - found[0] * place[0] - found[1] * place[1]
-            return [constant, *found]
+                slopes.append(slope[0] if node.many else slope)
+            constant = out - slopes[0] * place[0] - slopes[1] * place[1]
+            return [constant, *slopes]
 
         self.values[node.outputs[0]] = mapped(one, [rows, list(centres.unbind(1))], shared)
 

@@ -132,25 +132,25 @@ def _cut(beta: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _isolate(beta: Tensor, a: Tensor, b: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
-    found_index, found = [], []
+    root_index, roots = [], []
     while len(index):
         changes = _variations(beta)
         narrow = b - a < NARROW
         single = (changes == 1) | (narrow & (beta[:, 0] * beta[:, -1] < 0))
-        found_index.append(index[single])
-        found.append(_bisect(beta[single], a[single], b[single]))
+        root_index.append(index[single])
+        roots.append(_bisect(beta[single], a[single], b[single]))
         more = (changes > 1) & ~narrow
         beta, a, b, index = beta[more], a[more], b[more], index[more]
         left, right = _cut(beta)
         c = a + CUT * (b - a)
         hit = left[:, -1] == 0  # the cut itself is a root
-        found_index.append(index[hit])
-        found.append(c[hit])
+        root_index.append(index[hit])
+        roots.append(c[hit])
         beta = torch.cat([left, right])
         a, b, index = torch.cat([a, c]), torch.cat([c, b]), torch.cat([index, index])
-    if not found:
+    if not roots:
         return index, a
-    return torch.cat(found_index), torch.cat(found)
+    return torch.cat(root_index), torch.cat(roots)
 
 
 def _bisect(beta: Tensor, a: Tensor, b: Tensor) -> Tensor:
@@ -317,15 +317,15 @@ class _PieceRun:
             points, middle = rows[1], rows[2]
             coefficients = either(rows[0], shared)
             call = network.forward(node, points)
-            found = []
+            powers = []
             for k in range(0 if homogeneous else 1, degree + 1):
                 q = [c[k] if k < len(c) else None for c in coefficients]
                 out = rule.tangent(call, q)
-                found.append(out[0] if node.many else out)
+                powers.append(out[0] if node.many else out)
             if not homogeneous:
                 value = call.out[0] if node.many else call.out
-                found.insert(0, value - middle * horner(found, middle))
-            return [found, *[None] * (len(node.outputs) - 1)]
+                powers.insert(0, value - middle * horner(powers, middle))
+            return [powers, *[None] * (len(node.outputs) - 1)]
 
         rows, shared = apart(lifted, inputs)
         outputs = mapped(one, [rows, at_mid, mid], shared)
@@ -343,7 +343,7 @@ def propagate(
     if passes_through(node):
         return [list(inputs[0])]
     call = network.forward(node, [c[0] for c in inputs])
-    found = [[part] for part in (call.out if node.many else (call.out,))]
+    columns = [[part] for part in (call.out if node.many else (call.out,))]
     pair = factors(rule, node)
     degree = _product_degree(inputs, pair)
     for k in range(1, degree + 1):
@@ -365,9 +365,9 @@ def propagate(
                 term = rule.tangent(network.call(node, others), along)
                 total = term if total is None else total + term
         assert total is not None
-        for column, part in zip(found, total if node.many else (total,), strict=True):
+        for column, part in zip(columns, total if node.many else (total,), strict=True):
             column.append(part.expand(column[0].shape))  # the tangent of a bias may be smaller
-    return found
+    return columns
 
 
 def _product_degree(inputs: Sequence[Sequence[Tensor]], pair: tuple[int, int] | None) -> int:
@@ -484,8 +484,8 @@ def evaluate(coefficients: Sequence[Tensor], s: Tensor, rows: bool) -> Tensor:
         return coefficients[0]
     shape = coefficients[0].shape[1:] if rows else coefficients[0].shape
     place = s.reshape(-1, *(1,) * len(shape))
-    found = horner(coefficients, place)
-    return found.expand(len(s), *shape)
+    values = horner(coefficients, place)
+    return values.expand(len(s), *shape)
 
 
 # ---------------------------------------------------------------------------------- cuts
@@ -512,15 +512,15 @@ def touching(kink: Thresholds, flat: Sequence[Tensor], rows: PieceRows) -> tuple
     root lies inside either row, but the value is of rounding size at their common end."""
     inner = (rows.example[1:] == rows.example[:-1]).nonzero().squeeze(1)
     end = rows.hi[inner, None]
-    found = []
+    hits = []
     for side in (inner, inner + 1):
         own = [c.index_select(0, side) for c in flat]
         value = horner(own, end)
         scale = NEAR * torch.stack([c.abs() for c in own]).sum(0)
         for threshold in kink.at:
             near = (value - threshold).abs() <= scale + NEAR * abs(threshold)
-            found.append(near.nonzero())
-    touched = torch.cat(found).unique(dim=0)
+            hits.append(near.nonzero())
+    touched = torch.cat(hits).unique(dim=0)
     return inner[touched[:, 0]], touched[:, 1]
 
 
@@ -563,11 +563,11 @@ def threshold_flips(
 def candidates(kink: Rivals, lifted, inputs: Sequence[Value]) -> list[Tensor]:
     """The rivals of every unit as polynomials: D+1 tensors (R, U, W)."""
     degree = max(len(c) for c in lifted)
-    found = []
+    entries = []
     for k in range(degree):
         parts = [c[k] if k < len(c) else torch.zeros_like(c[0]) for c in lifted]
-        found.append(_entries(kink, parts, inputs))
-    return found
+        entries.append(_entries(kink, parts, inputs))
+    return entries
 
 
 def _entries(kink: Rivals, parts: Sequence[Tensor], inputs: Sequence[Value]) -> Tensor:

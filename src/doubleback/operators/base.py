@@ -235,8 +235,8 @@ class Sum(Operator):
 
 def _pair(op: Operator, weight: Any) -> tuple[Any, Any]:
     if not isinstance(weight, (tuple, list)) or len(weight) != 2:
-        found = f"{len(weight)}" if isinstance(weight, (tuple, list)) else type(weight).__name__
-        raise InputError(f"{op} takes a pair of weights, one per operator, not {found}")
+        given = f"{len(weight)}" if isinstance(weight, (tuple, list)) else type(weight).__name__
+        raise InputError(f"{op} takes a pair of weights, one per operator, not {given}")
     return weight[0], weight[1]
 
 

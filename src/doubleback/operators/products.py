@@ -163,10 +163,10 @@ class Convolution(Operator):
             dw, db = crossed.weight_adjoint(x, y, wanted[2])
         rest = (wanted[0] and dx is None, wanted[1] and dw is None, wanted[2] and db is None)
         if any(rest):
-            found = self._adjoints(x, weight, y, *shapes, rest, like)
+            stock = self._adjoints(x, weight, y, *shapes, rest, like)
             dx, dw, db = (
                 new if need else old
-                for old, new, need in zip((dx, dw, db), found, rest, strict=True)
+                for old, new, need in zip((dx, dw, db), stock, rest, strict=True)
             )
         return dx, dw, db  # type: ignore[return-value]
 

@@ -87,9 +87,9 @@ def _operator(call: Applied) -> Convolution:
 def _second_of_convolution(call: Applied, cotangents: Grads) -> dict[str, Any]:
     u, tau, beta = cotangents
     K, xi, x, weight = _operator(call), call["grad_output"], call["input"], call["weight"]
-    found: dict[str, Any] = {}
+    bars: dict[str, Any] = {}
     if call.needs("grad_output"):
-        found["grad_output"] = _tangent(K, u, tau, beta, x, weight, xi)
+        bars["grad_output"] = _tangent(K, u, tau, beta, x, weight, xi)
     wanted = (call.needs("input") and tau is not None, call.needs("weight") and u is not None)
     if any(wanted):
         like, shape = x, weight.shape
@@ -97,8 +97,8 @@ def _second_of_convolution(call: Applied, cotangents: Grads) -> dict[str, Any]:
             u, tau, like = (_laid(t) for t in (u, tau, x))
             xi = xi.contiguous(memory_format=torch.channels_last)
         x_bar, weight_bar, _ = K.adjoints(u, tau, xi, x.shape, shape, (*wanted, False), like=like)
-        found |= {"input": _like(x_bar, x), "weight": _like(weight_bar, weight)}
-    return found
+        bars |= {"input": _like(x_bar, x), "weight": _like(weight_bar, weight)}
+    return bars
 
 
 def _tangent(K: Convolution, u, tau, beta, x, weight, xi) -> Tensor | None:
@@ -281,9 +281,9 @@ def _composite_norm(a: Arguments) -> tuple[Tensor | None, ...]:
     at = _point(a)
     if not _trains(a):
         return _backward_in_eval(a)
-    found = standardise_again(at.groups, a[_xi_name(a)], at.x, at.rstd, at.weight)
+    grads = standardise_again(at.groups, a[_xi_name(a)], at.x, at.rstd, at.weight)
     wanted = a.get("output_mask", (True, True, True))
-    return tuple(g if w else None for g, w in zip(found, wanted, strict=False))
+    return tuple(g if w else None for g, w in zip(grads, wanted, strict=False))
 
 
 # ------------------------------------------------------------------ batch norm in eval
@@ -307,19 +307,19 @@ def _second_of_norm_in_eval(call: Applied, cotangents: Grads) -> dict[str, Any]:
     name, x = _xi_name(a), a["input"]
     xi, (mean, r, w) = a[name], _running(a)
     shape = (1, -1, *[1] * (x.dim() - 2))
-    found: dict[str, Any] = {}
+    bars: dict[str, Any] = {}
     terms = []
     if u is not None:
         terms.append(u * (r if w is None else w * r))
         if call.needs("weight"):
             axes = [i for i in range(x.dim()) if i != 1]
-            found["weight"] = (xi * u).sum(axes) * r.view(-1)
+            bars["weight"] = (xi * u).sum(axes) * r.view(-1)
     if tau is not None:
         terms.append((x - mean) * (tau.view(shape) * r))
-        found["input"] = xi * (tau.view(shape) * r)
+        bars["input"] = xi * (tau.view(shape) * r)
     if beta is not None:
         terms.append(beta.view(shape).expand_as(x))
-    return found | {name: sum(terms[1:], terms[0])}
+    return bars | {name: sum(terms[1:], terms[0])}
 
 
 def _running(a: Arguments) -> tuple[Tensor, Tensor, Tensor | None]:

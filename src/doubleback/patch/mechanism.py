@@ -157,9 +157,9 @@ def through(composite: Callable, call: Applied, cotangents: Grads) -> dict[str, 
     present = [i for i, c in enumerate(cotangents) if c is not None]
 
     def results(*at: Tensor) -> tuple[Tensor, ...]:
-        found = composite(call.arguments | dict(zip(names, at, strict=True)))
-        found = found if isinstance(found, tuple) else (found,)
-        return tuple(found[i] for i in present)
+        outputs = composite(call.arguments | dict(zip(names, at, strict=True)))
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        return tuple(outputs[i] for i in present)
 
     pull = torch.func.vjp(results, *(call[name] for name in names))[1]
     return dict(zip(names, pull(tuple(cotangents[i] for i in present)), strict=True))
@@ -191,8 +191,8 @@ class DerivativeNode(SingleLevelFunction):
                     grads = site.formula.second(call, cotangents)
             else:
                 grads = site.formula.second(call, cotangents)
-        found = [grads.get(n) if need else None for n, need in zip(names, needs, strict=True)]
-        return (None, None, None, None, None, *found)
+        wanted = [grads.get(n) if need else None for n, need in zip(names, needs, strict=True)]
+        return (None, None, None, None, None, *wanted)
 
 
 def last() -> bool:

@@ -93,17 +93,17 @@ def _composite_attention(backend: int, a: Arguments) -> tuple[Tensor | None, ...
     z = None if dropout is None else dropout.dense(k.shape[-2], exact)
 
     def out(q: Tensor, k: Tensor, v: Tensor, *bias: Tensor) -> Tensor:
-        found, p = aten._scaled_dot_product_attention_math(
+        attended, p = aten._scaled_dot_product_attention_math(
             q, k, v, bias[0] if bias else mask, 0.0, a["is_causal"], scale=a["scale"],
             enable_gqa=group > 1,
         )  # fmt: skip
-        return found if z is None else (z * p).to(v.dtype) @ v.repeat_interleave(group, -3)
+        return attended if z is None else (z * p).to(v.dtype) @ v.repeat_interleave(group, -3)
 
     wanted = a.get("grad_input_mask", (True, True, True))
     with_bias = len(wanted) == 4 and wanted[3]
     pull = torch.func.vjp(out, q, k, v, *([mask] if with_bias else []))[1]
-    found = (*pull(a[_cotangent_name(a)]), None)[: len(wanted)]
-    return tuple(g if w else None for g, w in zip(found, wanted, strict=True))
+    grads = (*pull(a[_cotangent_name(a)]), None)[: len(wanted)]
+    return tuple(g if w else None for g, w in zip(grads, wanted, strict=True))
 
 
 def _accepts_attention(a: Arguments) -> bool:
@@ -248,10 +248,10 @@ class _Backward(SingleLevelFunction):
     def backward(ctx, *cotangents):
         needed = dict(zip(ctx.names, ctx.needs_input_grad[5:], strict=True))
         arguments = ctx.options | dict(zip(ctx.names, ctx.saved_tensors, strict=True))
-        found: dict[str, Any] = {}
+        bars: dict[str, Any] = {}
         if any(c is not None for c in cotangents):
-            found = through(_composite_recurrent, Applied(arguments, needed), cotangents)
-        return (None, None, None, None, None, *(found.get(name) for name in ctx.names))
+            bars = through(_composite_recurrent, Applied(arguments, needed), cotangents)
+        return (None, None, None, None, None, *(bars.get(name) for name in ctx.names))
 
 
 def kernel(formula: Formula, stock: Any) -> Callable:

@@ -428,10 +428,10 @@ class CallableLoss(Loss):
     def values(self, out: Tensor, y: Any) -> Tensor:
         values = self.fn(out, y)
         if not isinstance(values, Tensor) or tuple(values.shape) != (out.shape[0],):
-            found = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
+            given = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
             raise InputError(
                 f"the loss must return one value per example, shape ({out.shape[0]},), not "
-                f"{found}; use reduction='none' and sum over the remaining axes"
+                f"{given}; use reduction='none' and sum over the remaining axes"
             )
         return values
 

@@ -288,10 +288,10 @@ class SpectralNorm(Penalty):
         xi = torch.autograd.grad(out, list(x), w, create_graph=True, allow_unused=True)
         pairs = [(i, u) for i, u in enumerate(xi) if u is not None and u.requires_grad]
         for _ in range(self.iterations if pairs else 0):
-            found = torch.autograd.grad(
+            pulled = torch.autograd.grad(
                 out, [x[i] for i, _ in pairs], self.covector(v), retain_graph=True
             )
-            _, along = dual_square(self.domain, found)
+            _, along = dual_square(self.domain, pulled)
             (h,) = torch.autograd.grad([u for _, u in pairs], w, along, retain_graph=True)
             v = self.normalised(h.detach(), v)
         if carried is not None and self.warm_start:
@@ -359,7 +359,7 @@ def _entries(entries: Any, out_shape: Sequence[int]) -> list[int]:
     items = [entries] if isinstance(entries, (int, tuple)) else list(entries)
     if not items:
         raise InputError("entries is empty; choose at least one output")
-    found = []
+    places = []
     for item in items:
         index = item if isinstance(item, tuple) else (item,)
         if not all(isinstance(i, int) and not isinstance(i, bool) for i in index):
@@ -372,8 +372,8 @@ def _entries(entries: Any, out_shape: Sequence[int]) -> list[int]:
             if not -size <= i < size:
                 raise InputError(f"entry {item!r} is out of range for an output of shape {shape}")
             flat = flat * size + i % size
-        found.append(flat)
-    return found
+        places.append(flat)
+    return places
 
 
 __all__ = ["Jacobian", "SpectralNorm"]

@@ -419,18 +419,18 @@ class Custom(Penalty):
     def seed(self, out: Tensor, *extra: Tensor) -> Tensor:
         v = self.v(out, *extra)
         if not isinstance(v, Tensor) or v.shape != out.shape:
-            found = tuple(v.shape) if isinstance(v, Tensor) else type(v).__name__
+            given = tuple(v.shape) if isinstance(v, Tensor) else type(v).__name__
             raise InputError(
-                f"Custom: v(out) must have the output's shape {tuple(out.shape)}, not {found}"
+                f"Custom: v(out) must have the output's shape {tuple(out.shape)}, not {given}"
             )
         return v
 
 
 def _check_like(what: str, x: Sequence[Tensor], given: Sequence[Any]) -> None:
     wanted = [tuple(t.shape) for t in x]
-    found = [tuple(t.shape) if isinstance(t, Tensor) else type(t).__name__ for t in given]
-    if wanted != found:
-        raise InputError(f"{what} must be shaped like the penalised input, {wanted}, not {found}")
+    shapes = [tuple(t.shape) if isinstance(t, Tensor) else type(t).__name__ for t in given]
+    if wanted != shapes:
+        raise InputError(f"{what} must be shaped like the penalised input, {wanted}, not {shapes}")
 
 
 __all__ = [

@@ -109,8 +109,8 @@ def _convolution() -> Rule:
             None if x is None else batched(call, x), weight, batched(call, y),
             x_shape(call), call.metas[1].shape, mask,
         )  # fmt: skip
-        found = (back(call, grads[0]) if mask[0] else None, *grads[1:])
-        return tuple(g if m else None for g, m in zip(found, mask, strict=True))[: len(wanted)]
+        laid = (back(call, grads[0]) if mask[0] else None, *grads[1:])
+        return tuple(g if m else None for g, m in zip(laid, mask, strict=True))[: len(wanted)]
 
     def adjoint0(call: Call, weight: Tensor, y: Tensor) -> Tensor:
         x = call.inputs[0]

@@ -37,8 +37,8 @@ _GENERIC = generic()
 
 def _affine(call: Call, place: int) -> tuple[int | None, int | None]:
     """Slots of weight and bias among the tensor inputs."""
-    found = [call.argument(place, "weight"), call.argument(place + 1, "bias")]
-    weight, bias = (call.slot(ref) if isinstance(ref, Ref) else None for ref in found)
+    given = [call.argument(place, "weight"), call.argument(place + 1, "bias")]
+    weight, bias = (call.slot(ref) if isinstance(ref, Ref) else None for ref in given)
     return weight, bias
 
 
@@ -64,12 +64,12 @@ def standardisation(
         return y, (mean, rstd)
 
     def spread(call: Call, x: Any, w: Any, b: Any = None) -> Tensors:
-        found: list[Tensor | None] = [None] * len(call.inputs)
-        found[0] = x
+        slots: list[Tensor | None] = [None] * len(call.inputs)
+        slots[0] = x
         for slot, grad in zip(_affine(call, place), (w, b), strict=True):
             if slot is not None:
-                found[slot] = grad
-        return found
+                slots[slot] = grad
+        return slots
 
     def backward(call: Call, y: Any, wanted: Sequence[bool]) -> Tensors:
         slots = _affine(call, place)

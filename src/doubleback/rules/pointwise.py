@@ -365,21 +365,21 @@ def _elementary() -> dict[str, Rule]:
         "erf": ("input", lambda x: 2 / math.sqrt(math.pi) * torch.exp(-x * x),
                 lambda x: -4 / math.sqrt(math.pi) * x * torch.exp(-x * x)),
     }  # fmt: skip
-    found = {}
+    rules = {}
     for name, (of, first, bend) in table.items():
         slope = partial(_of_value, first)
-        found[f"{name}.default"] = (
+        rules[f"{name}.default"] = (
             _named(of, slope, _kernel(name))
             if bend is None
             else coordinatewise(of, slope, partial(_of_value, bend))
         )
-    found["pow.Tensor_Scalar"] = _pow()
-    found["pow.Scalar"] = coordinatewise(
+    rules["pow.Tensor_Scalar"] = _pow()
+    rules["pow.Scalar"] = coordinatewise(
         "output",
         lambda c, y: math.log(c.argument(0, "self")) * y,
         lambda c, y: math.log(c.argument(0, "self")) ** 2 * y,
     )
-    return found
+    return rules
 
 
 def _coordinatewise() -> Iterator[tuple[str, Rule]]:
@@ -397,9 +397,9 @@ def _combination(coefficients: Callable[[Call], Sequence[float]]) -> Rule:
         return t if factor == 1 else t * factor
 
     def of_tensors(call: Call) -> list[float]:
-        found = coefficients(call)
+        factors = coefficients(call)
         operands = (call.argument(0, "self"), call.argument(1, "other"))
-        return [c for c, arg in zip(found, operands, strict=True) if isinstance(arg, Ref)]
+        return [c for c, arg in zip(factors, operands, strict=True) if isinstance(arg, Ref)]
 
     def backward(call: Call, y: Tensor, wanted: Sequence[bool]) -> Tensors:
         return [

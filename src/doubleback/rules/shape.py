@@ -387,11 +387,11 @@ def _max_pool(n: int) -> Rule:
 
         kernel = sizes(call.argument(1, "kernel_size"))
         stride = call.argument(2, "stride", ()) or kernel
-        found = [kernel, sizes(stride), sizes(call.argument(3, "padding", 0)),
+        geometry = [kernel, sizes(stride), sizes(call.argument(3, "padding", 0)),
                  sizes(call.argument(4, "dilation", 1))]  # fmt: skip
         if n == 1:  # a row of height one
-            found = [[fill, *part] for fill, part in zip((1, 1, 0, 1), found, strict=True)]
-        return [*found, call.argument(5, "ceil_mode", False)]
+            geometry = [[fill, *part] for fill, part in zip((1, 1, 0, 1), geometry, strict=True)]
+        return [*geometry, call.argument(5, "ceil_mode", False)]
 
     def forward(call: Call) -> tuple[Any, Tensor]:
         x = call.inputs[0]

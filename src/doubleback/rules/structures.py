@@ -118,19 +118,19 @@ def _mapped(fn: Callable[..., Any], nested: tuple, seeds: int) -> Any:
     """vmap over the tensors of nested tuples in which None stands for zero."""
     items, spec = pytree.tree_flatten(nested)
     places = [i for i, item in enumerate(items) if item is not None]
-    found: list[Any] = []
+    layout: list[Any] = []
 
     def run(*given: Tensor) -> tuple[Tensor, ...]:
         filled: list[Any] = [None] * len(items)
         for place, t in zip(places, given, strict=True):
             filled[place] = t
         parts, result_spec = pytree.tree_flatten(fn(*pytree.tree_unflatten(filled, spec)))
-        found[:] = [result_spec, [part is not None for part in parts]]
+        layout[:] = [result_spec, [part is not None for part in parts]]
         return tuple(part for part in parts if part is not None)
 
     with folded(seeds):
         results = iter(torch.func.vmap(run)(*(items[i] for i in places)))
-    result_spec, present = found
+    result_spec, present = layout
     return pytree.tree_unflatten([next(results) if on else None for on in present], result_spec)
 
 
@@ -384,8 +384,8 @@ def _transpose_by_vjp(call: Call, y: Any, wanted: Sequence[bool], writes: bool =
     parts = like_output(y, call.node.many)
     start = _zeros(call, writes)
     pull = torch.func.vjp(run, *(start[slot] for slot in slots))[1]
-    found = iter(pull(tuple(part for part in parts if part is not None)))
-    return tuple(next(found) if want else None for want in wanted)
+    cotangents = iter(pull(tuple(part for part in parts if part is not None)))
+    return tuple(next(cotangents) if want else None for want in wanted)
 
 
 _BY_VJP = {

@@ -67,15 +67,15 @@ class Call:
 
     def value(self, slot: int) -> Tensor:
         """The value of a tensor input that the rule declared to read."""
-        found = self.inputs[slot]
-        if found is None:
+        value = self.inputs[slot]
+        if value is None:
             raise RuleError(f"{self.node} reads input {slot}, which its rule does not declare")
-        return found
+        return value
 
     def tensor(self, position: int, name: str) -> Tensor | None:
         """A tensor argument by position or by name; None where it was left out."""
-        found = self.argument(position, name)
-        return self.inputs[self.slot(found)] if isinstance(found, Ref) else None
+        given = self.argument(position, name)
+        return self.inputs[self.slot(given)] if isinstance(given, Ref) else None
 
     def slot(self, ref: Ref) -> int:
         return self.node.inputs.index(ref.index)
@@ -245,8 +245,8 @@ def overload(name: str) -> Any | None:
     """'relu.default' → aten.relu.default, an operator of the library's own where aten has none, or
     None where this torch has no such overload."""
     packet, _, which = name.partition(".")
-    found = getattr(torch.ops.aten, packet, None) or getattr(torch.ops.doubleback, packet, None)
-    return getattr(found, which or "default", None) if found is not None else None
+    operator = getattr(torch.ops.aten, packet, None) or getattr(torch.ops.doubleback, packet, None)
+    return getattr(operator, which or "default", None) if operator is not None else None
 
 
 def named(table: Iterable[tuple[Rule, Sequence[str]]]) -> Iterator[tuple[str, Rule]]:
@@ -257,9 +257,9 @@ def named(table: Iterable[tuple[Rule, Sequence[str]]]) -> Iterator[tuple[str, Ru
 
 def tangent_of(q: Tensors, slot: int = 0) -> Tensor:
     """The tangent of an input that is known to move."""
-    found = q[slot]
-    assert found is not None
-    return found
+    moved = q[slot]
+    assert moved is not None
+    return moved
 
 
 def zeros(meta: Meta) -> Tensor:

@@ -4,13 +4,12 @@ delivery of its gradients."""
 
 from .bridge import Bridge, First, GradientProgram, Job, Program, deliver, no_autocast
 from .callers import CallersProgram, refuse_others
-from .cuda_graphs import GraphedStep, GraphRefused
+from .cuda_graphs import GraphedProgram, GraphedStep, GraphRefused
 from .distributed import average, refuse_inside_forward, several
 from .flattening import FlattenedProgram, Replay
 from .open_sizes import Family, OpenProgram
 from .state import kind, read_state, remember, run_prelude, scale, write_state
-from .straight_line import NEAR
-from .whole import WholeStep, take_mark, trace_whole
+from .straight_line import NEAR, boxed, clean
 
 __all__ = [
     "NEAR",
@@ -21,13 +20,15 @@ __all__ = [
     "FlattenedProgram",
     "GradientProgram",
     "GraphRefused",
+    "GraphedProgram",
     "GraphedStep",
     "Job",
     "OpenProgram",
     "Program",
     "Replay",
-    "WholeStep",
     "average",
+    "boxed",
+    "clean",
     "deliver",
     "kind",
     "no_autocast",
@@ -38,7 +39,5 @@ __all__ = [
     "run_prelude",
     "scale",
     "several",
-    "take_mark",
-    "trace_whole",
     "write_state",
 ]

@@ -1,4 +1,5 @@
-"""A whole step as one CUDA graph: the host launches one thing instead of hundreds.
+"""CUDA graphs: the host launches one thing instead of hundreds. A whole step is one graph
+(`GraphedStep`), or its first two sweeps are one and its last two another (`GraphedProgram`).
 
 What changes from call to call (inputs, labels) is copied into fixed buffers before a replay;
 parameters are read where they lie, since optimisers update them in place. Results lie in fixed
@@ -10,8 +11,10 @@ from __future__ import annotations
 
 import linecache
 import re
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,7 +25,7 @@ from .._torch import pytree, storage_use_count
 from ..counting import Operations, recording, replayed
 from ..errors import DoublebackError
 from ..graph import Node
-from .state import copies
+from .state import copies, kind, remember
 
 WARM_UP = 3  # calls before capture: kernels are chosen, sweeps are flattened
 
@@ -145,6 +148,118 @@ class GraphedStep:
         self.graph.replay()
         replayed(self.operations)
         return self.out, self.lent.hand_out()
+
+
+@dataclass(eq=False)
+class GraphedState:
+    """What passes from a graphed `first` to a graphed `last`: numbers in the graphs' memory."""
+
+    state: Any
+    pair: _Pair
+    read: bool = False
+
+
+class _Pair:
+    """The graphs of one kind of call: one of the first two sweeps, and one of the last two for each
+    choice of what arrives there. The memory between them holds one step."""
+
+    def __init__(self, program: Any, moving: Any, fixed: Any) -> None:
+        self.program = program
+        self.first = GraphedStep(self._first, moving, fixed, gradients=lambda out: ())
+        self.last: dict[Any, GraphedStep] = {}
+        self.current: weakref.ref[GraphedState] | None = None
+
+    def _first(self, moving: Any, fixed: Any) -> Any:
+        x, extra = moving
+        return self.program.first({**x, **fixed}, extra, True)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a backward pass is still to read what lies in the graphs' memory."""
+        held = None if self.current is None else self.current()
+        return held is not None and not held.read
+
+    def run_first(self, moving: Any, fixed: Any) -> Any:
+        graph = self.first.graph
+        out, _ = self.first(moving, fixed, ())
+        if self.first.graph is not graph:  # captured anew, into other memory
+            self.last.clear()
+        state = GraphedState(out.state, self)
+        self.current = weakref.ref(state)
+        values = pytree.tree_map_only(Tensor, torch.clone, out.values)
+        return out._replace(outputs=[t.clone() for t in out.outputs], values=values, state=state)
+
+    def run_last(
+        self, state: GraphedState, seeds: Any, along: Any, owners: Sequence[Tensor]
+    ) -> list[Tensor | None]:
+        moving = (dict(seeds), along)
+        leaves, spec = pytree.tree_flatten(moving)
+        key = (spec, *map(kind, leaves))
+        graphed = self.last.get(key)
+        if graphed is None:
+            extra = pytree.tree_unflatten(self.first.leaves, self.first.spec)[0][1]
+
+            def run(given: Any, fixed: Any) -> Any:
+                return self.program.last(state.state, extra, *given, keep=True)
+
+            graphed = GraphedStep(run, moving, (), gradients=lambda out: out)
+            remember(self.last, key, graphed)
+        return graphed(moving, (), owners)[1]
+
+
+class GraphedProgram:
+    """A program whose first two sweeps are one CUDA graph and whose last two another, with the same
+    interface, for one call. owners: the tensors that gradients are asked of.
+
+    What the last two sweeps read lies in the graphs' memory. A call that comes while an earlier
+    one's backward pass is still to come runs without graphs, and so does one that cannot be
+    captured, which `refuse` is told once.
+    """
+
+    def __init__(
+        self, program: Any, pairs: dict, owners: Sequence[Tensor], refuse: Callable[[str], None]
+    ) -> None:
+        self.program, self.owners = program, owners
+        self._pairs, self._refuse = pairs, refuse
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.program, name)
+
+    def first(self, leaves: Any, extra: Sequence[Any], keep: bool = True) -> Any:
+        moves = set(self.program.plan.penalised)
+        moving = ({v: t for v, t in leaves.items() if v in moves}, tuple(extra))
+        fixed = {v: t for v, t in leaves.items() if v not in moves}
+        found, spec = pytree.tree_flatten(moving)
+        key = (self.program, spec, *map(kind, found))
+        pair = self._pairs.get(key)
+        if not keep or (pair is None and key in self._pairs) or (pair is not None and pair.busy):
+            return self.program.first(leaves, extra, keep)
+        try:
+            if pair is None:
+                pair = _Pair(self.program, moving, fixed)
+                remember(self._pairs, key, pair)
+            return pair.run_first(moving, fixed)
+        except GraphRefused as refusal:
+            self._refused(key, refusal)
+            return self.program.first(leaves, extra, keep)
+
+    def last(
+        self, state: Any, extra: Sequence[Any], seeds: Any, along: Any, keep: bool = False
+    ) -> list[Tensor | None]:
+        if not isinstance(state, GraphedState):
+            return self.program.last(state, extra, seeds, along, keep)
+        try:
+            gradients = state.pair.run_last(state, seeds, along, self.owners)
+        except GraphRefused as refusal:
+            for key in [k for k, pair in self._pairs.items() if pair is state.pair]:
+                self._refused(key, refusal)
+            gradients = self.program.last(state.state, extra, seeds, along, keep=True)
+        state.read = not keep
+        return gradients
+
+    def _refused(self, key: Any, refusal: GraphRefused) -> None:
+        remember(self._pairs, key, None)
+        self._refuse(f"a CUDA graph cannot hold {refusal}")
 
 
 @contextmanager

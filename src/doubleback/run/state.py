@@ -83,7 +83,7 @@ def _copy(x: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
 
 
 # Operators of functional programs that autograd has no formula for, as it has one.
-_DIFFERENTIABLE = {torch.ops.aten.copy.default: _copy}
+_DIFFERENTIABLE: dict[Any, Any] = {torch.ops.aten.copy.default: _copy}
 
 
 def run_prelude(nodes: Sequence[Node], state: Mapping[int, Tensor]) -> dict[int, Tensor]:
@@ -92,7 +92,8 @@ def run_prelude(nodes: Sequence[Node], state: Mapping[int, Tensor]) -> dict[int,
     for node in nodes:
         args = map_refs(node.args, lambda ref: values[ref.index])
         kwargs = map_refs(dict(node.kwargs), lambda ref: values[ref.index])
-        out = _DIFFERENTIABLE.get(node.op, node.op)(*args, **kwargs)
+        run: Any = _DIFFERENTIABLE.get(node.op, node.op)
+        out = run(*args, **kwargs)
         for v, part in zip(node.outputs, out if node.many else (out,), strict=True):
             values[v] = part
     return values

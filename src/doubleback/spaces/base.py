@@ -238,8 +238,8 @@ class Product(Space):
 
     def _pairs(self, parts: Any) -> list[tuple[Any, Any]]:
         if not isinstance(parts, (tuple, list)) or len(parts) != len(self.spaces):
-            found = len(parts) if isinstance(parts, (tuple, list)) else type(parts).__name__
-            raise InputError(f"{self} has {len(self.spaces)} factors, its element has {found}")
+            given = len(parts) if isinstance(parts, (tuple, list)) else type(parts).__name__
+            raise InputError(f"{self} has {len(self.spaces)} factors, its element has {given}")
         return list(zip(self.spaces, parts, strict=True))
 
     def check_count(self, gradients: Sequence[Tensor]) -> None:
@@ -264,9 +264,9 @@ class Product(Space):
         return torch.stack([s.inner(a, b, batch_dims) for (s, a), b in pairs]).sum(0)
 
     def dual_square(self, gradients: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        found = [space.dual_square([g]) for space, g in self._pairs(list(gradients))]
-        total: Any = sum(square for square, _ in found)
-        return total, [u for _, parts in found for u in parts]
+        squares = [space.dual_square([g]) for space, g in self._pairs(list(gradients))]
+        total: Any = sum(square for square, _ in squares)
+        return total, [u for _, parts in squares for u in parts]
 
 
 # Spaces of parameters ----------------------------------------------------------------------------

@@ -93,7 +93,7 @@ class Grid(Space):
         check_trailing(self, self._steps, u)
         if self.rule == "midpoint":
             return []
-        found = []
+        factors = []
         for axis in range(-len(self._steps), 0):
             size = u.shape[axis]
             if size < 2:
@@ -101,8 +101,8 @@ class Grid(Space):
                     f"{self} needs at least 2 points on each axis; shape is {tuple(u.shape)}"
                 )
             inside = torch.ones(size - 2, dtype=u.dtype, device=u.device)
-            found.append(pad(inside, (1, 1), value=0.5).reshape(-1, *(1,) * (-1 - axis)))
-        return found
+            factors.append(pad(inside, (1, 1), value=0.5).reshape(-1, *(1,) * (-1 - axis)))
+        return factors
 
     def riesz(self, g: Tensor) -> Tensor:
         for factor in self._ends(g):
@@ -209,13 +209,13 @@ class Lp(Space):
                 for r, hit in zip(densities, hits, strict=True)
             ]
         positive = torch.where(size > 0, size, 1)
-        found = []
+        images = []
         for r in densities:
             direction = r.sign()
             if q != 1:
                 direction = direction * (r.abs() / spread(positive, r)) ** (q - 1)
-            found.append(direction * spread(size, r))
-        return found
+            images.append(direction * spread(size, r))
+        return images
 
 
 def _norm(parts: Sequence[Tensor], measure: Space, p: float, batch_dims: int) -> Tensor:

@@ -15,8 +15,8 @@ from .._torch import make_fx
 from ..capture import mark
 from ..errors import CaptureError
 from ..kernels import for_compiler
-from . import straight_line
-from .bridge import no_autocast
+from ..run import boxed, clean, no_autocast
+from .region import THROUGH
 
 
 @dataclass(frozen=True)
@@ -137,9 +137,9 @@ def trace_whole(
         isinstance(n.meta.get("val"), Tensor) and n.meta["val"].dtype is torch.float16
         for n in flat.graph.nodes
     )
-    straight_line.clean(flat, for_compiler=compiling)
+    clean(flat, for_compiler=compiling)
     with torch.no_grad(), no_autocast():
-        ready = _by_inductor(flat, mode, inputs) if compiling else straight_line.boxed(flat)
+        ready = _by_inductor(flat, mode, inputs) if compiling else boxed(flat)
     places = tuple(i for i, on in enumerate(trained) if on)
     return WholeStep(
         ready, seen["found"], places, tuple(seen["written"]), seen["place"], scaled, halves, device,
@@ -154,10 +154,6 @@ def _by_inductor(flat: torch.fx.GraphModule, mode: Any, inputs: list) -> Callabl
         return _torch.compile_fx(_torch.GmWrapper(flat, list), inputs)  # type: ignore[return-value, arg-type]
 
 
-# Operators on whole functions that do nothing to derivatives.
-_THROUGH = ("tag_activation_checkpoint", "wrap", "wrap_activation_checkpoint")
-
-
 def _refuse(module: torch.nn.Module) -> None:
     """Operators on whole functions whose second derivative autograd does not know."""
     for part in module.modules():
@@ -165,5 +161,5 @@ def _refuse(module: torch.nn.Module) -> None:
             continue
         for node in part.graph.nodes:
             target = node.target
-            if isinstance(target, _torch.HigherOrderOperator) and (target.name() not in _THROUGH):
+            if isinstance(target, _torch.HigherOrderOperator) and (target.name() not in THROUGH):
                 raise CaptureError(f"{target.name()} has no second derivative in a graph")

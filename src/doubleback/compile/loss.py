@@ -28,24 +28,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import _torch
-from ._torch import (
+from .. import _torch, errors
+from .._torch import (
     foreach_copy_,
     foreach_mul,
     get_current_graph_task_keep_graph,
     peek_interpreter_stack,
     pytree,
 )
-from .capture import Surroundings, forget, plain
-from .errors import (
+from ..capture import Surroundings, forget, plain
+from ..errors import (
     CaptureError,
     InputError,
     StaleGraphError,
     ThirdDerivativeError,
     warn,
 )
-from .patch import patched, supported
-from .run import WholeStep, no_autocast, take_mark, trace_whole
+from ..patch import patched, supported
+from ..run import no_autocast
+from .whole import WholeStep, take_mark, trace_whole
 
 MANY = 8  # traces of one loss, after which it is said what they cost
 MOST = 64  # traces of one loss, after which it runs on autograd where none fits
@@ -630,7 +631,7 @@ def _name(fn: Any) -> str:
 
 
 _FOLDERS = tuple(
-    os.path.dirname(os.path.abspath(f or "")) for f in (torch.__file__, __file__, os.__file__)
+    os.path.dirname(os.path.abspath(module.__file__ or "")) for module in (torch, errors, os)
 )
 
 

@@ -1,0 +1,774 @@
+"""`torch.compile(net, backend="doubleback")`: compiled regions that can be differentiated twice.
+
+A region is compiled by AOTAutograd and Inductor as it would be without this backend, and stays so
+while nobody differentiates its gradients. The first backward pass with `create_graph=True` that
+arrives at it runs on autograd; from the next call on the region is the passes of `stages.py`.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import logging
+import sys
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import _torch
+from .._torch import (
+    current_graph_task_id,
+    foreach_copy_,
+    get_current_graph_task_keep_graph,
+    will_engine_execute_node,
+)
+from ..capture import forget, plain
+from ..errors import CaptureError, InputError, StaleGraphError, warn
+from ..patch import patched, supported
+from ..run import no_autocast
+from .region import RegionCode, depends_on, look, many
+from .stages import Stages
+
+NAME = "doubleback"
+COMPILERS = ("inductor", "eager")
+VARIANTS = 4  # graphs of one region that answer questions about sizes differently
+
+
+def backend(
+    module: torch.fx.GraphModule, inputs: Sequence[Any], *, mode: str | None = None,
+    options: dict[str, Any] | None = None,
+) -> Callable[..., Any]:  # fmt: skip
+    """A backend of `torch.compile` whose regions can be differentiated twice.
+
+    It is known to `torch.compile` by name. Code that says `create_graph=True` stays as it is:
+
+    >>> import torch, doubleback
+    >>> net = torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+    >>> compiled = torch.compile(net, backend="doubleback", options={"compiler": "eager"})
+    >>> x = torch.randn(16, 3, requires_grad=True)
+    >>> (g,) = torch.autograd.grad(compiled(x).sum(), x, create_graph=True)
+    >>> g.square().sum().backward()
+
+    options: those of Inductor, and `compiler`: "inductor", or "eager", which runs the graphs kernel
+    by kernel. mode: as for Inductor.
+    """
+    compile_first, inductor = _compilers(mode, options)
+    tensors = [t for t in inputs if isinstance(t, Tensor)]
+    alone = not torch.is_grad_enabled() or not any(t.requires_grad for t in tensors)
+    if alone or not all(plain(t) for t in tensors):
+        return compile_first(module, inputs)
+    return CompiledRegion(module, inputs, compile_first, inductor).enter
+
+
+def _compilers(
+    mode: str | None, options: dict[str, Any] | None
+) -> tuple[Callable, dict[str, Any] | None]:
+    """What compiles a region that is differentiated once, and Inductor's options for the graphs of
+    one that is differentiated twice; None: they are not compiled."""
+    settings = dict(options or {})
+    compiler = settings.pop("compiler", "inductor")
+    if compiler not in COMPILERS:
+        raise InputError(
+            f'options["compiler"] must be one of {", ".join(COMPILERS)}, not {compiler!r}'
+        )
+    if compiler == "eager":
+        if settings or mode:
+            raise InputError('mode and options of Inductor go with compiler="inductor" alone')
+        return _torch.backend_registry.lookup_backend("aot_eager"), None
+    if mode is not None and mode != "default":
+        settings = {**_torch.list_mode_options(mode), **settings}
+    compile_first = functools.partial(_torch.compile_fx, config_patches=settings or None)
+    # a CUDA graph's results are overwritten by its next run: passes hold theirs for one another
+    return compile_first, {**settings, "triton.cudagraphs": False}
+
+
+# ------------------------------------------------------------------------------ a region
+
+
+class CompiledRegion:
+    """One region, and which derivatives of it were asked for so far.
+
+    wanted: inputs by which it was differentiated with `create_graph=True`; moving: whether anything
+    was asked about the cotangents that came in. refusal: why it runs on autograd.
+    """
+
+    def __init__(
+        self, module: torch.fx.GraphModule, inputs: Sequence[Any], compile_first: Callable,
+        inductor: dict[str, Any] | None,
+    ) -> None:  # fmt: skip
+        self.inductor = inductor
+        self.code = RegionCode(module)
+        self.wanted: set[int] = set()
+        self.moving = False
+        self.refusal: CaptureError | None = None
+        self.variants: list[Stages] = []
+        self.written: tuple[int, ...] = ()
+        self._patched = False
+        self._draw: Callable[..., Sequence[Tensor]] | None = None
+        self._lock = threading.RLock()
+        try:
+            self._look()
+        except CaptureError as error:
+            self._refuse(error)
+            return
+        given, graph = list(inputs), module
+        if self.code.draws:
+            self._draw = self._drawing()
+            graph = self.code.given_draws()
+            given += self._drawn_examples
+        with _functions_made() as made:
+            self.first = compile_first(graph, given)
+        for function in made:
+            try:
+                self._look_at_writes(function.metadata.input_info)
+            except CaptureError as error:
+                self._refuse(error)
+                return
+            _watch(function, self)
+
+    def _look(self) -> None:
+        """What the region draws; raises where it cannot be drawn beforehand."""
+        code = self.code
+        mode = next((t.fake_mode for t in code.examples if isinstance(t, _torch.FakeTensor)), None)
+        if mode is None:
+            raise CaptureError("it is given no tensor")
+        # another name only where there is need: a number's stand-in remembers its symbol
+        self._examples = [
+            t.detach() if isinstance(t, Tensor) and t.requires_grad else t for t in code.examples
+        ]
+        with mode, _plainly():
+            self._layout = look(code, self._examples, None)
+            self._drawn_examples = [d.make(*d.sizes) for d in code.draws]
+
+    def _look_at_writes(self, info: Sequence[Any]) -> None:
+        """Which inputs the region writes to, by what AOTAutograd found; raises where values that a
+        derivative reads are lost by that."""
+        if len(info) != len(self._examples) + len(self._drawn_examples):
+            raise CaptureError("two of its inputs share memory, and it writes to one")
+        self.written = tuple(i for i, each in enumerate(info) if each.mutates_data)
+        depends = any(self.code.required[i] for i in self.written)
+        if self.written and not depends:
+            inputs = [*self._examples, *self._drawn_examples]
+            with _plainly():
+                depends = depends_on(self.written, self.code, inputs, self._layout)
+        if depends:
+            raise CaptureError("it writes to an input that its derivative depends on")
+
+    def _drawing(self) -> Callable[..., Sequence[Tensor]]:
+        """All draws of a call, from its open sizes."""
+        draws = self.code.draws
+        sizes = self.code.sizes([n for d in draws for n in d.sizes])
+
+        def draw(*numbers: int) -> list[Tensor]:
+            each = iter(sizes(*numbers))
+            return [d.make(*[next(each) for _ in d.sizes]) for d in draws]
+
+        if self.inductor is None:
+            return draw
+        numbers = [self.code.examples[i] for i in self.code.open]
+        trace = _torch.make_fx(draw, tracing_mode="symbolic", _allow_non_fake_inputs=True)
+        with torch.no_grad(), no_autocast():
+            compiled: Any = _torch.compile_fx(
+                trace(*numbers), numbers, config_patches=self.inductor or None
+            )
+        kinds = [t.dtype for t in self._drawn_examples]
+
+        def checked(*numbers: int) -> Sequence[Tensor]:
+            found = compiled(*numbers)
+            return found if [t.dtype for t in found] == kinds else draw(*numbers)
+
+        return checked
+
+    def _refuse(self, error: CaptureError) -> None:
+        reason = str(error).splitlines()[0]
+        self.refusal = CaptureError(reason)
+        self._hold_patch()
+        warn(f"a region of the compiled code runs on autograd: {reason}")
+
+    def _hold_patch(self) -> None:
+        """The library's second derivatives, for as long as this region lives: it runs on autograd,
+        and putting them in takes as long as a small step."""
+        if supported(torch.__version__) and not self._patched:
+            self._patched = True
+            held = patched()
+            held.__enter__()
+            weakref.finalize(self, held.__exit__, None, None, None).atexit = False
+
+    # ---------------------------------------------------------------------------- calls
+
+    def enter(self, *inputs: Any) -> Sequence[Any]:
+        """What Dynamo's code calls in the region's place."""
+        if self.refusal is not None:
+            return self.code.eager(*inputs)
+        if self._draw is not None:
+            with torch.no_grad(), no_autocast():
+                inputs = (*inputs, *self._draw(*[inputs[i] for i in self.code.open]))
+        if not self.wanted:
+            return self.first(*inputs)
+        numbers = self.code.numbers(inputs)
+        stages = self._stages(numbers)
+        if stages is None:
+            self._hold_patch()
+            return self.code(*inputs)
+        call = RegionCall(self, stages, numbers, inputs)
+        _, *outputs = RegionForward.apply(call, *inputs)  # type: ignore[misc]
+        return stages.layout.results_of(inputs, outputs, iter(stages.numbers(*numbers)))
+
+    def _stages(self, numbers: Sequence[int]) -> Stages | None:
+        """Those that serve all that was asked for so far at these sizes. None: autograd does."""
+        with self._lock:
+            wanted = tuple(sorted(self.wanted))
+            self.variants = [
+                v for v in self.variants if v.wanted == wanted and v.moving == self.moving
+            ]
+            for variant in self.variants:
+                if variant.fits(numbers):
+                    return variant
+            if self.refusal is not None or len(self.variants) >= VARIANTS:
+                return None
+            if not many(numbers):
+                return None
+            try:
+                with _quiet():
+                    made = Stages(
+                        self.code, numbers, self.written, wanted, self.moving, self.inductor
+                    )
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:
+                cause = _told(error)
+                forget(error)
+                self._refuse(cause)
+                return None
+            self.variants.append(made)
+            return made if made.fits(numbers) else None
+
+    def ask(self, wanted: Sequence[int], moving: bool) -> None:
+        """From the next call on, these derivatives are compiled."""
+        with self._lock:
+            self.wanted |= set(wanted)
+            self.moving = self.moving or moving
+
+    # ------------------------------------------------------------------------- on autograd
+
+    def replay(
+        self, held: Held, outputs_of: Callable[[Sequence[Any]], Sequence[Any]],
+        along: Sequence[Tensor | None], wanted: Sequence[int], create_graph: bool = True,
+    ) -> list[Tensor | None]:  # fmt: skip
+        """Gradients by the inputs `wanted` on autograd, from the inputs of a call that was."""
+        if self.code.obstacle is not None:
+            raise CaptureError(
+                f"a compiled region cannot be differentiated twice: {self.code.obstacle}; put "
+                "@torch.compiler.disable on the function that it is in"
+            )
+        with torch.enable_grad(), _patch():
+            inputs, names = self._again(held)
+            ends = outputs_of(self._run_again(inputs))
+            return _gradients(ends, [names[i] for i in wanted], along, create_graph)
+
+    def replay_second(
+        self, held: Held, outputs_of: Callable[[Sequence[Any]], Sequence[Any]],
+        along: Sequence[Tensor], wanted: Sequence[int], across: Sequence[Tensor | None],
+        create_graph: bool,
+    ) -> tuple[dict[int, Tensor | None], list[Tensor | None]]:  # fmt: skip
+        """The derivatives of those gradients along `across`: by inputs, and by `along`."""
+        with torch.enable_grad(), _patch():
+            inputs, names = self._again(held)
+            # other names, so that the way stops here
+            along = [t.view_as(t) if t.requires_grad else t for t in along]
+            ends = outputs_of(self._run_again(inputs))
+            grads = _gradients(ends, [names[i] for i in wanted], along, True)
+            moving = [t for t in along if t.requires_grad]
+            found = _gradients(grads, [*names.values(), *moving], across, create_graph)
+            by_along = iter(found[len(names) :])
+            return (
+                dict(zip(names, found, strict=False)),
+                [next(by_along) if t.requires_grad else None for t in along],
+            )
+
+    def _again(self, held: Held) -> tuple[list[Any], dict[int, Tensor]]:
+        """Inputs under other names, so that no gradient takes a way from one to another outside of
+        the region; written ones as copies."""
+        inputs = held.inputs(self.written)
+        names = {i: inputs[i].view_as(inputs[i]) for i, on in enumerate(self.code.required) if on}
+        again = [names.get(i, t) for i, t in enumerate(inputs)]
+        for i in self.written:
+            again[i] = again[i].clone()
+        return again, names
+
+    def _run_again(self, inputs: Sequence[Any]) -> Sequence[Any]:
+        states = _generators()
+        results = self.code(*inputs)
+        if any(not torch.equal(a, b) for a, b in zip(states, _generators(), strict=True)):
+            raise CaptureError(
+                "a custom operator of the compiled region draws random numbers and is not tagged "
+                "torch.Tag.nondeterministic_seeded: its draw cannot be repeated"
+            )
+        return results
+
+
+class Held:
+    """Inputs of a call, which have to be as they were."""
+
+    def __init__(self, inputs: Sequence[Any]) -> None:
+        self._inputs: Sequence[Any] | None = inputs
+        self._versions = [t._version if isinstance(t, Tensor) else 0 for t in inputs]
+
+    def inputs(self, written: Sequence[int]) -> Sequence[Any]:
+        """All of them; those that the region itself writes to may have changed."""
+        if self._inputs is None:
+            raise StaleGraphError(
+                "backward a second time through a compiled region: its values were freed; pass "
+                "retain_graph=True to the first backward"
+            )
+        self.check([i for i in range(len(self._inputs)) if i not in written])
+        return self._inputs
+
+    def check(self, places: Sequence[int]) -> None:
+        for i in places if self._inputs is not None else ():
+            t = self._inputs[i]  # type: ignore[index]
+            if isinstance(t, Tensor) and t._version != self._versions[i]:
+                raise StaleGraphError(
+                    f"a tensor of shape {tuple(t.shape)} that the derivative of a compiled region "
+                    "reads was changed in place before backward (an optimiser step in between?); "
+                    "change a copy, or run forward again"
+                )
+
+    def free(self) -> None:
+        self._inputs = None
+
+
+def _gradients(
+    ends: Sequence[Any], at: Sequence[Tensor], along: Sequence[Tensor | None], create_graph: bool
+) -> list[Tensor | None]:
+    pairs = [
+        (y, t)
+        for y, t in zip(ends, along, strict=False)
+        if isinstance(y, Tensor) and y.requires_grad and t is not None
+    ]
+    if not pairs or not at:
+        return [None] * len(at)
+    with no_autocast():
+        found = torch.autograd.grad(
+            [y for y, _ in pairs], at, [t for _, t in pairs], create_graph=create_graph,
+            allow_unused=True,
+        )  # fmt: skip
+    return list(found)
+
+
+def _generators() -> list[Tensor]:
+    states = [torch.get_rng_state()]
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        states.append(torch.cuda.get_rng_state())
+    return states
+
+
+def _patch() -> Any:
+    return patched() if supported(torch.__version__) else nullcontext()
+
+
+def _executed(ctx: Any, skipped: int) -> list[int]:
+    """Inputs of a node, behind the first few, whose gradients this backward pass is after."""
+    functions = iter(ctx.next_functions)
+    found = []
+    for i, (given, needed) in enumerate(zip(ctx.tensors, ctx.needs_input_grad, strict=True)):
+        if not given:
+            continue
+        function, _ = next(functions)
+        if i < skipped or not needed or function is None:
+            continue
+        try:
+            after = will_engine_execute_node(function)
+        except RuntimeError:  # a leaf by which torch.autograd.grad differentiates
+            after = True
+        if after:
+            found.append(i - skipped)
+    return found
+
+
+# --------------------------------------------- while nobody asks: AOTAutograd's own function
+
+
+@contextmanager
+def _functions_made() -> Iterator[list[Any]]:
+    """AOTAutograd's autograd.Functions that are made in this thread meanwhile."""
+    made: list[Any] = []
+    thread = threading.get_ident()
+    base = torch.autograd.Function
+    before = base.__dict__.get("__init_subclass__")
+
+    def see(cls: type, **_: Any) -> None:
+        if threading.get_ident() == thread and cls.__name__ == "CompiledFunction":
+            made.append(cls)
+
+    base.__init_subclass__ = classmethod(see)  # type: ignore[assignment]
+    try:
+        yield made
+    finally:
+        if before is None:
+            del base.__init_subclass__
+        else:
+            base.__init_subclass__ = before
+
+
+def _watch(function: Any, region: CompiledRegion) -> None:
+    """AOTAutograd's function, with our own answer to a backward pass under `create_graph=True`."""
+    forward, backward = function.forward, function.backward
+    metadata = function.metadata
+    mutated = metadata.num_mutated_inp_runtime_indices
+
+    def ends(results: Sequence[Any]) -> list[Any]:
+        """What the function returns, from what the region does: views as the bases they are of."""
+        found: list[Any] = [None] * mutated
+        bases: dict[int, Any] = {}
+        for result, info in zip(results, metadata.output_info, strict=True):
+            kind = info.output_type.name
+            if kind.startswith("alias_of_intermediate") and "user_output" not in kind:
+                bases[info.base_idx] = result if result._base is None else result._base
+            direct = kind in ("non_alias", "unsafe_view_alias", "custom_function_view")
+            found.append(result if direct else None)
+        return found + [bases.get(i) for i in range(metadata.num_intermediate_bases)]
+
+    def held_forward(ctx: Any, *inputs: Any) -> Any:
+        ctx.held = Held(inputs)
+        ctx.tensors = [isinstance(t, Tensor) for t in inputs]
+        return forward(ctx, *inputs)
+
+    def open_backward(ctx: Any, *grads: Any) -> Any:
+        keep = get_current_graph_task_keep_graph()
+        create_graph = torch.is_grad_enabled()
+        donated = keep and function.compiled_bw is not None and metadata.bw_donated_idxs
+        if not create_graph and not donated:
+            found = backward(ctx, *grads)
+            if not keep:
+                ctx.held.free()
+            return found
+        if len(grads) == 1 and isinstance(grads[0], list):
+            grads = tuple(grads[0])
+        wanted = _executed(ctx, 0)
+        if create_graph:
+            region.ask(wanted, any(isinstance(t, Tensor) and t.requires_grad for t in grads))
+        found = region.replay(ctx.held, ends, grads, wanted, create_graph)
+        each = dict(zip(wanted, found, strict=True))
+        return tuple(each.get(i) for i in range(len(ctx.tensors)))
+
+    function.forward = staticmethod(held_forward)
+    function.backward = staticmethod(open_backward)
+
+
+# ---------------------------------------------------------------- once asked: our own passes
+
+
+class RegionCall:
+    """One call of a region by its passes.
+
+    values: what is kept by name that is no tensor. waiting: of each backward pass under way, what
+    `RegionBackward` left for `RegionForward`: (values for the pass `second`, gradients of inputs).
+    """
+
+    def __init__(
+        self, region: CompiledRegion, stages: Stages, numbers: Sequence[int], inputs: Sequence[Any]
+    ) -> None:
+        self.region, self.stages, self.numbers = region, stages, numbers
+        self.held = Held(inputs)
+        self.values: dict[str, Any] = {}
+        self.tensors: list[str] = []
+        self.viewed: list[int] = []  # inputs of which views are kept
+        self.outputs: list[Any] = []  # sizes, dtype and device of those on the tape
+        self.gradients: list[Any] = [_kind(inputs[i]) for i in stages.wanted]
+        self.waiting: dict[int, list[tuple[dict[str, Any], dict[int, Any]]]] = {}
+
+    def keep(self, values: dict[str, Any], names: Sequence[str]) -> list[str]:
+        """The names of tensors among these; what is none is kept here."""
+        tensors = []
+        for name in names:
+            if isinstance(values[name], Tensor):
+                tensors.append(name)
+            else:
+                self.values[name] = values[name]
+        return tensors
+
+    def leave(self, values: dict[str, Any], gradients: dict[int, Any]) -> None:
+        self.waiting.setdefault(current_graph_task_id(), []).append((values, gradients))
+
+    def left(self) -> list[tuple[dict[str, Any], dict[int, Any]]]:
+        return self.waiting.pop(current_graph_task_id(), [])
+
+    def along(self, grads: Sequence[Tensor | None]) -> list[Tensor]:
+        """Cotangents of the outputs on the tape, zeros where there are none."""
+        return _filled([grads[i] for i in self.stages.on_tape], self.outputs)
+
+
+def _kind(t: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
+    return t.shape, t.dtype, t.device
+
+
+def _filled(found: Sequence[Tensor | None], kinds: Sequence[Any]) -> list[Tensor]:
+    return [
+        torch.zeros(shape, dtype=dtype, device=device) if t is None else t
+        for t, (shape, dtype, device) in zip(found, kinds, strict=True)
+    ]
+
+
+def _apart(outputs: list[Tensor]) -> list[Tensor]:
+    """Outputs in memory of their own, as eager's are: a compiler may return one twice."""
+    seen: set[int] = set()
+    found = []
+    for t in outputs:
+        memory = t.untyped_storage()._cdata
+        found.append(t.clone() if memory in seen else t)
+        seen.add(memory)
+    return found
+
+
+def _keep_apart(
+    call: RegionCall, values: dict[str, Any], inputs: Sequence[Any], outputs: Sequence[Tensor]
+) -> None:
+    """Values that are kept and lie in the memory of an output are copied: autograd would not notice
+    that a caller writes there. Of those in an input's memory it is noted which."""
+    own = {t.untyped_storage()._cdata: t for t in outputs}
+    given = {t.untyped_storage()._cdata: i for i, t in enumerate(inputs) if isinstance(t, Tensor)}
+    viewed = set()
+    for name in call.tensors:
+        t = values[name]
+        memory = t.untyped_storage()._cdata
+        if memory in own and t is not own[memory]:
+            values[name] = t.clone()
+        elif memory in given and t is not inputs[given[memory]]:
+            viewed.add(given[memory])
+    call.viewed = sorted(viewed)
+
+
+def _sum(a: dict[int, Any], b: dict[int, Any]) -> dict[int, Any]:
+    found = dict(a)
+    for i, t in b.items():
+        if t is not None:
+            found[i] = t if found.get(i) is None else found[i] + t
+    return found
+
+
+class RegionForward(torch.autograd.Function):
+    """Inputs → (token, outputs). Later nodes hold on to this one by the token, which is empty."""
+
+    @staticmethod
+    def forward(ctx: Any, call: RegionCall, *inputs: Any) -> Any:
+        stages = call.stages
+        values = dict(zip(stages.names["input"], inputs, strict=True))
+        found = stages.forward(values)
+        count = len(stages.layout.outputs)
+        outputs, written = _apart(found[:count]), found[count:]
+        if written:
+            foreach_copy_([inputs[i] for i in stages.written], written)
+        values.update(zip(map(str, stages.forward.results), outputs, strict=False))
+        call.tensors = names = call.keep(values, stages.kept)
+        _keep_apart(call, values, inputs, outputs)
+        call.outputs = [_kind(outputs[i]) for i in stages.on_tape]
+        token = torch.empty(0, device=outputs[0].device if outputs else None)
+        ctx.call, ctx.tensors = call, [False, *(isinstance(t, Tensor) for t in inputs)]
+        ctx.save_for_backward(token, *[values[name] for name in names])
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(
+            *(t for t, on in zip(outputs, stages.layout.on_tape, strict=True) if not on)
+        )
+        return token, *outputs
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor | None, *grads: Tensor | None) -> tuple:
+        call: RegionCall = ctx.call
+        stages = call.stages
+        token, *tensors = ctx.saved_tensors
+        call.held.check(call.viewed)
+        values = {**call.values, **dict(zip(call.tensors, tensors, strict=True))}
+        left = call.left()
+        found: dict[int, Any] = {}
+        any_given = any(t is not None for t in grads)
+        if torch.is_grad_enabled():
+            if any_given:
+                found = _differentiable(ctx, token, values, grads)
+            for _values, ready in left:
+                found = _sum(found, ready)
+            return None, *(found.get(i) for i in range(len(ctx.tensors) - 1))
+        along = call.along(grads)
+        for waiting, ready in left:
+            found = _sum(found, ready)
+            if not waiting or stages.second is None:
+                continue
+            last = along if any_given else [torch.zeros_like(t) for t in along]
+            own = {**values, **waiting, **stages.dense("last", last)}
+            more = zip(stages.trained, stages.of_second_order, stages.second(own), strict=True)
+            found = _sum(found, {i: t for i, second, t in more if second or any_given})
+            any_given = False  # what has come in at the outputs is in the first of them
+        if any_given:
+            found = _sum(found, _first(call, values, grads))
+        if not get_current_graph_task_keep_graph():
+            call.held.free()
+        return None, *(found.get(i) for i in range(len(ctx.tensors) - 1))
+
+
+def _first(
+    call: RegionCall, values: dict[str, Any], grads: Sequence[Tensor | None]
+) -> dict[int, Any]:
+    """Gradients of all inputs, of first order alone."""
+    stages = call.stages
+    if stages.first is None:
+        return {}
+    with _quiet():
+        stages.first.run  # noqa: B018  where it is compiled now, it may ask more about sizes
+    if stages.fits(call.numbers):
+        found = stages.first({**values, **stages.dense("only", call.along(grads))})
+    else:
+        found = call.region.replay(
+            call.held, stages.layout.outputs_of, grads, stages.trained, create_graph=False
+        )
+    return dict(zip(stages.trained, found, strict=True))
+
+
+def _differentiable(
+    ctx: Any, token: Tensor, values: dict[str, Any], grads: Sequence[Tensor | None]
+) -> dict[int, Any]:
+    """Gradients that can be differentiated, by the backward pass or, where it was not made for
+    what is asked, on autograd."""
+    call: RegionCall = ctx.call
+    region, stages = call.region, call.stages
+    wanted = _executed(ctx, 1)
+    moving = any(t is not None and t.requires_grad for t in grads)
+    region.ask(wanted, moving)
+    if set(wanted) <= set(stages.wanted) and moving <= stages.moving:
+        along = call.along(grads)
+        found = RegionBackward.apply(call, values, token, *along)
+        found = dict(zip(stages.wanted, found, strict=True))  # type: ignore[arg-type]
+        return {i: found[i] for i in wanted}
+    found = region.replay(call.held, stages.layout.outputs_of, grads, wanted)
+    return dict(zip(wanted, found, strict=True))
+
+
+class RegionBackward(torch.autograd.Function):
+    """Cotangents of outputs → gradients. Of its own derivative it computes what concerns the
+    cotangents, and leaves the rest to `RegionForward`, which is behind it by the token."""
+
+    @staticmethod
+    def forward(ctx: Any, call: RegionCall, values: dict[str, Any], token: Tensor, *along: Tensor):
+        stages = call.stages
+        own = {**values, **stages.dense("along", along)}
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        ctx.count = len(along)
+        found: Sequence[Any] = [None] * len(stages.wanted)
+        if stages.backward is not None:
+            found = stages.backward(own)
+        read = () if stages.tangent is None else stages.tangent.reads
+        names = [*stages.kept_by_backward, *(n for n in read if n in values)]
+        ctx.numbers = {n: own[n] for n in names if not isinstance(own[n], Tensor)}
+        ctx.names = [n for n in names if isinstance(own[n], Tensor)]
+        ctx.save_for_backward(*along, *[own[n] for n in ctx.names])
+        return tuple(found)
+
+    @staticmethod
+    def backward(ctx: Any, *across: Tensor | None) -> tuple:
+        call: RegionCall = ctx.call
+        stages = call.stages
+        along, saved = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
+        if all(q is None for q in across):
+            return (None,) * (3 + ctx.count)
+        # the node of `RegionForward`, if this backward pass will come to it
+        goes_on = will_engine_execute_node(ctx.next_functions[0][0])
+        if torch.is_grad_enabled():
+            by_inputs, by_along = call.region.replay_second(
+                call.held, stages.ends_of, along, stages.wanted, across, create_graph=True
+            )
+            if goes_on:
+                call.leave({}, by_inputs)
+            return None, None, None, *by_along
+        values = {**call.values, **ctx.numbers, **dict(zip(ctx.names, saved, strict=True))}
+        values.update(stages.dense("across", _filled(across, call.gradients)))
+        by_along = [None] * ctx.count
+        if stages.tangent is not None:
+            by_along = stages.tangent(values)
+        if stages.second is not None and goes_on:
+            call.leave({n: values[n] for n in stages.second.reads if n in values}, {})
+        return None, None, None, *by_along
+
+
+# ------------------------------------------------------------------------------ surroundings
+
+
+@contextmanager
+def _plainly() -> Iterator[None]:
+    """Whatever goes wrong while a region is looked at, as a `CaptureError`."""
+    try:
+        yield
+    except CaptureError:
+        raise
+    except Exception as error:
+        lines = str(error).strip().splitlines()
+        cause = CaptureError(f"{type(error).__name__}: {lines[0] if lines else ''}")
+        forget(error)
+        raise cause from None
+
+
+def _told(error: Exception) -> CaptureError:
+    """What went wrong with a region's derivatives, in one line."""
+    inner = getattr(error, "inner_exception", None) or error
+    lines = [line.strip() for line in str(inner).splitlines() if line.strip()]
+    return CaptureError(
+        f"its second derivative cannot be traced: {lines[0] if lines else type(inner).__name__}"
+    )
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """What PyTorch says about its own calls while it compiles is nobody's business."""
+    log = logging.getLogger("torch._inductor.codecache")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        log.setLevel(level)
+
+
+def register() -> None:
+    """Make the backend known by name, now or when TorchDynamo is imported, which takes long."""
+    if _REGISTRY in sys.modules:
+        _enter(sys.modules[_REGISTRY])
+    elif not any(isinstance(finder, _AtImport) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _AtImport())
+
+
+_REGISTRY = "torch._dynamo.backends.registry"
+
+
+def _enter(registry: Any) -> None:
+    # an entry point of the installed package comes to the same
+    if NAME not in registry.list_backends.__globals__["_BACKENDS"]:
+        registry.register_backend(backend, name=NAME)
+
+
+class _AtImport(importlib.abc.MetaPathFinder):
+    """Sees the import of Dynamo's registry."""
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
+        if name != _REGISTRY:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
+
+        def and_register(module: Any) -> None:
+            execute(module)
+            _enter(module)
+
+        spec.loader.exec_module = and_register  # type: ignore[method-assign]
+        return spec

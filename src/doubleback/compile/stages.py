@@ -1,0 +1,426 @@
+"""A region and its derivatives as graphs, one for each pass over it.
+
+    forward   inputs                     → outputs
+    backward  cotangents of outputs      → gradients, those that were asked for
+    tangent   cotangents of gradients    → cotangents of the cotangents
+    second    both kinds of cotangents   → gradients of all inputs, of first and second order
+    first     cotangents of outputs      → gradients of all inputs, where nobody asked for more
+
+All are traced as one function and cut apart by PyTorch's partitioner, which chooses what a pass
+keeps for those after it.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import _torch
+from .._torch import make_fx
+from ..errors import CaptureError
+from ..kernels import for_compiler
+from ..patch import patched, supported
+from ..run import boxed, clean, no_autocast
+from .randomness import is_random
+from .region import Layout, RegionCode, Stand, look, sizes_from
+
+PASSES = ("forward", "backward", "tangent", "second", "first")
+
+
+class Stage:
+    """One pass: `stage(values)` takes what it reads out of a dictionary of named values, and puts
+    what it computes into it.
+
+    results: names of what the pass is for, in order; None where there is no such value.
+    """
+
+    def __init__(
+        self, graph: torch.fx.Graph, results: Sequence[str | None], stand: Stand,
+        inductor: dict[str, Any] | None,
+    ) -> None:  # fmt: skip
+        self.graph, self.results = graph, tuple(results)
+        self.stand, self.inductor = stand, inductor
+        self.reads = [n.name for n in graph.nodes if n.op == "placeholder"]
+        self.computes = [n.name for n in _results(graph)]
+
+    @cached_property
+    def run(self) -> Callable[[list], Sequence[Any]]:
+        module = torch.fx.GraphModule(torch.nn.Module(), self.graph)
+        if self.inductor is None:
+            clean(module)
+            return boxed(module)
+        floats = {f"input_{i}": t for i, t in self.stand.floats().items()}
+        examples = [
+            floats.get(n.name, n.meta["val"]) for n in self.graph.nodes if n.op == "placeholder"
+        ]
+        context = _torch.TracingContext(self.stand.mode)
+        with torch.no_grad(), no_autocast(), _torch.tracing(context):
+            return _torch.compile_fx(  # type: ignore[return-value]
+                _torch.GmWrapper(module, list),  # type: ignore[arg-type]
+                examples,
+                config_patches=self.inductor or None,
+            )
+
+    def __call__(self, values: dict[str, Any]) -> list[Any]:
+        with torch.no_grad(), no_autocast():
+            found = self.run([values[name] for name in self.reads])
+        values.update(zip(self.computes, found, strict=True))
+        return [None if name is None else values[name] for name in self.results]
+
+
+class Stages:
+    """The passes of a region at sizes that answer all questions alike.
+
+    written: inputs that forward writes to, whose new values stand behind its outputs; wanted:
+    those whose gradients backward yields; moving: whether the cotangents of outputs depend
+    on anything, so that there is a tangent pass. inductor: its options; None: kernel by kernel.
+    """
+
+    def __init__(
+        self, code: RegionCode, numbers: Sequence[int], written: Sequence[int],
+        wanted: Sequence[int], moving: bool, inductor: dict[str, Any] | None,
+    ) -> None:  # fmt: skip
+        self.code, self.inductor = code, inductor
+        self.written, self.wanted, self.moving = tuple(written), tuple(wanted), moving
+        self.stand = stand = Stand(code, numbers)
+        self.trained = [i for i, on in enumerate(code.required) if on]
+        with stand.mode:
+            self.layout: Layout = look(code, stand.inputs, stand.draws)
+            with torch.enable_grad():
+                self.outputs = self._examples()
+        self.on_tape = [i for i, on in enumerate(self.layout.on_tape) if on]
+        like = [_format(self.outputs[i]) for i in self.on_tape]
+        with stand.mode:
+            across = [_format(stand.inputs[i]) for i in self.wanted]
+        self._formats = {"along": like, "across": across, "last": like, "only": like}
+        self.numbers = sizes_from(stand.symbols, self.layout.numbers)
+        graph, results = self._trace()
+        self._cut(graph, results)
+        for stage in (self.forward, self.backward, self.tangent, self.second):
+            if stage is not None:
+                stage.run  # noqa: B018  compiled now: what it asks about sizes is known then
+
+    # ------------------------------------------------------------------------------ tracing
+
+    def _examples(self) -> list[Tensor]:
+        inputs = [
+            t.detach().requires_grad_() if on else t
+            for t, on in zip(self.stand.inputs, self.code.required, strict=True)
+        ]
+        inputs = [t.clone() if on else t for t, on in zip(inputs, self.code.required, strict=True)]
+        results = self.code(*inputs, *self.stand.draws)
+        return [_dense(t) for t in self.layout.outputs_of(results)]
+
+    def _trace(self) -> tuple[torch.fx.Graph, dict[str, list[str | None]]]:
+        """One graph of all passes, and the names of their results."""
+        code, layout, stand = self.code, self.layout, self.stand
+        with stand.mode:
+            along, last, only = ([_dense(self.outputs[i]) for i in self.on_tape] for _ in range(3))
+            across = [_dense(stand.inputs[i]) for i in self.wanted]
+        inputs = [*stand.inputs, *stand.draws]
+        self.names = {
+            "input": [f"input_{i}" for i in range(len(inputs))],
+            "along": [f"along_{i}" for i in range(len(along))],  # of backward
+            "across": [f"across_{i}" for i in range(len(across))],  # of tangent
+            "last": [f"last_{i}" for i in range(len(last))],  # of second
+            "only": [f"only_{i}" for i in range(len(only))],  # of first
+        }
+        counts = [len(names) for names in self.names.values()]
+        seen: dict[str, Any] = {}
+
+        def run(*flat: Any) -> list[Any]:
+            with _torch.FunctionalTensorMode():
+                wrapped = [_torch.to_fun(t) if isinstance(t, Tensor) else t for t in flat]
+                given, along, across, last, only = _split(wrapped, counts)
+                for t, on in zip(given, code.required, strict=False):
+                    if on:
+                        t.requires_grad_()
+                if self.moving:
+                    along = [t.requires_grad_() for t in along]
+                results = layout.outputs_of(code(*given))
+                ends = [results[i] for i in self.on_tape]
+                trained = [given[i] for i in self.trained]
+                with no_autocast():
+                    first = _gradients(ends, trained, only)
+                    wanted = [given[i] for i in self.wanted]
+                    backward = _gradients(ends, wanted, along, create_graph=True)
+                    pairs = [
+                        (g, q)
+                        for g, q in zip(backward, across, strict=True)
+                        if g is not None and g.requires_grad
+                    ]
+                    second = _gradients(
+                        [*ends, *(g for g, _ in pairs)],
+                        [*trained, *(along if self.moving else ())],
+                        [*last, *(q for _, q in pairs)],
+                    )
+                second, tangent = second[: len(trained)], second[len(trained) :]
+                written = [i for i, t in enumerate(given) if _is_written(t)]
+                if written != list(self.written):
+                    raise CaptureError("it writes to other inputs than it did before")
+                written = [given[i] for i in written]
+                passes = ([*results, *written], backward, tangent, second, first)
+                present: list[Any] = []
+                for name, values in zip(PASSES, passes, strict=True):
+                    places: list[int | None] = []
+                    for t in values:
+                        places.append(None if t is None else len(present))
+                        present += [] if t is None else [_torch.from_fun(t.detach())]
+                    seen[name] = places
+                return present
+
+        inductor = self.inductor is not None
+        table = _torch.select_decomp_table() if inductor else None
+        trace = make_fx(
+            run, decomposition_table=table, tracing_mode="symbolic", _allow_non_fake_inputs=True
+        )
+        patch = patched() if supported(torch.__version__) else nullcontext()
+        with torch.enable_grad(), patch, for_compiler() if inductor else nullcontext():
+            flat = trace(*inputs, *along, *across, *last, *only)
+        random = [n for n in flat.graph.nodes if is_random(n.target, n.args, n.kwargs)]
+        if random:
+            raise CaptureError(f"{random[0].target} draws random numbers in a derivative")
+        names = [name for names in self.names.values() for name in names]
+        placeholders = [n for n in flat.graph.nodes if n.op == "placeholder"]
+        for node, name in zip(placeholders, names, strict=True):
+            node.target = node.name = name
+        flat.graph.eliminate_dead_code()
+        graph = _torch.fx_graph_cse(flat.graph)
+        found = _results(graph)
+        return graph, {
+            name: [None if i is None else found[i].name for i in places]
+            for name, places in seen.items()
+        }
+
+    # ------------------------------------------------------------------------------ cutting
+
+    def _cut(self, graph: torch.fx.Graph, results: dict[str, list[str | None]]) -> None:
+        """The passes, latest first: each is cut off from those before it, which then yield what it
+        reads of theirs."""
+        names = {name: [n for n in found if n is not None] for name, found in results.items()}
+        inductor = self.inductor is not None
+
+        def cut(
+            graph: torch.fx.Graph, after: Sequence[str], before: Sequence[str], last: Sequence[str]
+        ) -> tuple[torch.fx.Graph, torch.fx.Graph | None]:
+            return _cut_off(graph, after, list(dict.fromkeys(before)), last, inductor)
+
+        def stage(graph: torch.fx.Graph | None, name: str) -> Stage | None:
+            if graph is None:
+                return None
+            return Stage(graph, results[name], self.stand, self.inductor)
+
+        early, off = cut(graph, self.names["only"], names["forward"], names["first"])
+        self.first = stage(off, "first")
+        held = [n.name for n in _results(early)]  # outputs, and what `first` reads
+        late = [*self.names["last"], *(() if self.moving else self.names["across"])]
+        kept = [*held, *names["backward"], *names["tangent"]]
+        late_ones = {*_told_apart(graph, self.names["across"])[1]}
+        self.of_second_order = [name in late_ones for name in results["second"]]
+        early, off = cut(graph, late, kept, names["second"])
+        self.second = stage(off, "second")
+        self.tangent = None
+        if self.moving:
+            kept, last = _told_apart(early, self.names["across"])
+            early, off = cut(early, self.names["across"], kept, last)
+            self.tangent = stage(off, "tangent")
+        kept, last = _told_apart(early, self.names["along"])
+        early, off = cut(early, self.names["along"], kept, last)
+        self.backward = stage(off, "backward")
+        forward = stage(early, "forward")
+        assert forward is not None
+        self.forward = forward
+        known = {*self.names["input"], *forward.computes}
+        readers = [self.first, self.backward, self.tangent, self.second]
+        reads = [name for s in readers if s is not None for name in s.reads]
+        self.kept = [name for name in dict.fromkeys(reads) if name in known]
+        known |= {*self.names["along"], *(self.backward.computes if self.backward else ())}
+        readers = [self.tangent, self.second]
+        reads = [name for s in readers if s is not None for name in s.reads]
+        self.kept_by_backward = [
+            name for name in dict.fromkeys(reads) if name in known and name not in self.kept
+        ]
+
+    def ends_of(self, results: Sequence[Any]) -> list[Tensor]:
+        """Outputs on autograd's tape, out of what the code returned."""
+        outputs = self.layout.outputs_of(results)
+        return [outputs[i] for i in self.on_tape]
+
+    def fits(self, numbers: Sequence[int]) -> bool:
+        return self.stand.fits(numbers)
+
+    def dense(self, kind: str, values: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Cotangents by name, in the memory format that the passes were traced with."""
+        found = zip(self.names[kind], values, self._formats[kind], strict=True)
+        return {name: t.contiguous(memory_format=form) for name, t, form in found}
+
+
+def _is_written(t: Any) -> bool:
+    return isinstance(t, Tensor) and _torch.has_data_mutation(t)
+
+
+def _split(flat: Sequence[Any], counts: Sequence[int]) -> list[list[Any]]:
+    rest = iter(flat)
+    return [[next(rest) for _ in range(count)] for count in counts]
+
+
+def _gradients(
+    ends: Sequence[Tensor], at: Sequence[Tensor], along: Sequence[Tensor], create_graph=False
+) -> list[Tensor | None]:
+    if not ends or not at:
+        return [None] * len(at)
+    return list(
+        torch.autograd.grad(
+            ends, at, along, create_graph=create_graph, retain_graph=True, allow_unused=True
+        )
+    )
+
+
+def _format(t: Tensor) -> torch.memory_format:
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(t.dim())
+    if last is None or t.is_contiguous() or not t.is_contiguous(memory_format=last):
+        return torch.contiguous_format
+    return last
+
+
+def _dense(t: Tensor) -> Tensor:
+    """One like it in memory of its own."""
+    return torch.empty_like(t.detach(), memory_format=_format(t))
+
+
+# ---------------------------------------------------------------------------------- graphs
+
+
+def _results(graph: torch.fx.Graph) -> list[torch.fx.Node]:
+    return list(graph.output_node().args[0])  # type: ignore[arg-type]
+
+
+def _told_apart(graph: torch.fx.Graph, after: Sequence[str]) -> tuple[list[str], list[str]]:
+    """A graph's results: those that do not depend on these inputs, and those that do."""
+    late: set[torch.fx.Node] = set()
+    for node in graph.nodes:
+        if node.name in after or any(n in late for n in node.all_input_nodes):
+            late.add(node)
+    results = list(dict.fromkeys(_results(graph)))
+    return [n.name for n in results if n not in late], [n.name for n in results if n in late]
+
+
+def _cut_off(
+    graph: torch.fx.Graph, after: Sequence[str], before: Sequence[str], last: Sequence[str],
+    inductor: bool,
+) -> tuple[torch.fx.Graph, torch.fx.Graph | None]:  # fmt: skip
+    """A graph whose results are `before` and what the rest reads of it, and the rest, which
+    computes `last` once the inputs `after` are known."""
+    copy = torch.fx.Graph()
+    nodes: dict[torch.fx.Node, torch.fx.Node] = {}
+    copy.graph_copy(graph, nodes)
+    named = {old.name: new for old, new in nodes.items()}
+    last = list(dict.fromkeys(last))
+    results = [named[name] for name in (*before, *last)]
+    copy.output(tuple(results))
+    copy.eliminate_dead_code()
+    for node in list(copy.nodes):
+        if node.op == "placeholder":
+            if not node.users and node not in results:
+                copy.erase_node(node)
+            elif node.name in after:
+                node.target = f"tangents_{node.name}"
+    if not last:
+        return copy, None
+    if not inductor:
+        return _cut_at_uses(copy, list(before), last)
+    module = torch.fx.GraphModule(torch.nn.Module(), copy)
+    early, late = _torch.min_cut_rematerialization_partition(
+        module, (), num_fwd_outputs=len(before)
+    )
+    for part in (early, late):
+        for node in part.graph.nodes:
+            if node.op == "placeholder":
+                node.target = node.name
+    _read_floats(late.graph, graph)
+    return _once(early.graph), _once(late.graph)
+
+
+def _read_floats(graph: torch.fx.Graph, whole: torch.fx.Graph) -> None:
+    """Python's floats are read from their tensors in each pass: Inductor takes none as an input."""
+    sources = {n.name: n for n in whole.nodes}
+    copies = {sources[n.name]: n for n in graph.nodes if n.op == "placeholder"}
+    floats = [n for n in copies.values() if isinstance(n.meta.get("val"), torch.SymFloat)]
+    first = next((n for n in graph.nodes if n.op != "placeholder"), None)
+    assert first is not None
+
+    def copied(node: torch.fx.Node) -> torch.fx.Node:
+        if node not in copies or copies[node] in floats:
+            for n in node.all_input_nodes:
+                copied(n)
+            with graph.inserting_before(first):
+                copies[node] = graph.node_copy(node, lambda n: copies[n])
+        return copies[node]
+
+    for node in floats:
+        node.replace_all_uses_with(copied(sources[node.name]))
+        graph.erase_node(node)
+
+
+def _cut_at_uses(
+    graph: torch.fx.Graph, before: Sequence[str], last: Sequence[str]
+) -> tuple[torch.fx.Graph, torch.fx.Graph]:
+    """Nothing is computed twice, nor before somebody reads it."""
+    named = {n.name: n for n in graph.nodes}
+    early: set[torch.fx.Node] = set()
+    stack = [named[name] for name in before]
+    while stack:
+        node = stack.pop()
+        if node not in early:
+            early.add(node)
+            stack += node.all_input_nodes
+    for node in graph.nodes:  # parts and sizes of what is early
+        reads = node.all_input_nodes
+        known = node.op == "call_function" and reads and all(n in early for n in reads)
+        part = node.target is operator.getitem
+        if known and (part or not isinstance(node.meta["val"], Tensor)):
+            early.add(node)
+    given = [n for n in graph.nodes if n.op == "placeholder"]
+    held = [
+        n
+        for n in graph.nodes
+        if (n in early or n.op == "placeholder")
+        and any((u.op == "output" and n.name in last) or (u.op != "output" and u not in early)
+                for u in n.users)
+    ]  # fmt: skip
+    results = list(dict.fromkeys([*(named[name] for name in before), *held]))
+    part = [n for n in graph.nodes if n.op == "call_function"]
+    first = _extract([n for n in given if n in early], [n for n in part if n in early],
+                     [n for n in results if n in early])  # fmt: skip
+    late = _extract(held, [n for n in part if n not in early], [named[name] for name in last])
+    return first, late
+
+
+def _extract(
+    inputs: Sequence[torch.fx.Node], nodes: Sequence[torch.fx.Node],
+    results: Sequence[torch.fx.Node],
+) -> torch.fx.Graph:  # fmt: skip
+    graph = torch.fx.Graph()
+    copies: dict[torch.fx.Node, torch.fx.Node] = {}
+    for node in inputs:
+        copies[node] = graph.create_node("placeholder", node.name, name=node.name)
+        copies[node].meta = dict(node.meta)
+    for node in nodes:
+        copies[node] = graph.node_copy(node, lambda n: copies[n])
+    graph.output(tuple(copies[n] for n in results))
+    graph.eliminate_dead_code()
+    return graph
+
+
+def _once(graph: torch.fx.Graph) -> torch.fx.Graph:
+    """Each result once; floats are read again by whoever needs them."""
+    output = graph.output_node()
+    results = [n for n in _results(graph) if not isinstance(n.meta.get("val"), torch.SymFloat)]
+    output.args = (tuple(dict.fromkeys(results)),)
+    return graph

@@ -1,0 +1,793 @@
+"""`torch.compile(net, backend="doubleback")`: double backward through compiled regions, against
+stock eager autograd in float64."""
+
+import copy
+import functools
+import gc
+import importlib
+import subprocess
+import sys
+import tomllib
+import warnings
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
+
+import doubleback as db
+
+# Dynamo looks at it itself where a region is given another's output, and says so to itself alone.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+
+TOLERANCE = 1e-10
+ROOT = Path(__file__).parent.parent
+backend = importlib.import_module("doubleback.compile.backend")
+
+
+@pytest.fixture(autouse=True)
+def double():
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.fixture
+def made(monkeypatch) -> list:
+    """All sets of passes that are made while a test runs."""
+    found, original = [], backend.Stages
+
+    def recorded(*args):
+        found.append(original(*args))
+        return found[-1]
+
+    monkeypatch.setattr(backend, "Stages", recorded)
+    return found
+
+
+def compiled(fn, compiler="eager", **options):
+    return torch.compile(fn, backend="doubleback", options={"compiler": compiler}, **options)
+
+
+def tensors_of(result) -> list[Tensor]:
+    results = result if isinstance(result, (tuple, list)) else [result]
+    return [t for t in results if isinstance(t, Tensor) and t.requires_grad]
+
+
+def penalty(fn, x: Tensor, parameters) -> list:
+    """A loss of all outputs and of their gradient by x, and its gradients."""
+    total = sum((1 + i) * t.cos().sum() for i, t in enumerate(tensors_of(fn(x))))
+    (g,) = torch.autograd.grad(total, x, create_graph=True)
+    loss = 0.1 * total + (g.square().sum(1) + 1e-3).sqrt().mean()
+    return [loss, *torch.autograd.grad(loss, [x, *parameters], allow_unused=True)]
+
+
+def assert_same(found, wanted, tolerance=TOLERANCE):
+    assert len(found) == len(wanted)
+    for a, b in zip(found, wanted, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            assert a.shape == b.shape
+            assert (a - b).abs().max() <= tolerance * (1 + b.abs().max())
+
+
+def trained(net: nn.Module) -> list[Tensor]:
+    return [p for p in net.parameters() if p.requires_grad]
+
+
+def against_eager(net, make=lambda: torch.randn(6, 4), calls=3, compiler="eager", run=penalty):
+    """Several calls of both: the first double backward is autograd's, the next are the passes'."""
+    reference, fast = copy.deepcopy(net), compiled(net, compiler)
+    for _ in range(calls):
+        x = make().requires_grad_()
+        wanted = run(reference, x, trained(reference))
+        assert_same(run(fast, x, trained(net)), wanted)
+        for a, b in zip(net.state_dict().values(), reference.state_dict().values(), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
+    return fast
+
+
+def mlp(width=8, out=2) -> nn.Sequential:
+    return nn.Sequential(
+        nn.Linear(4, width), nn.Tanh(), nn.Linear(width, width), nn.SiLU(), nn.Linear(width, out)
+    )
+
+
+class Net(nn.Module):
+    """Two layers with something in between, which is given the first one's output and itself."""
+
+    def __init__(self, between, last=6) -> None:
+        super().__init__()
+        self.first, self.second, self.between = nn.Linear(4, 6), nn.Linear(last, 2), between
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.between(self.first(x).tanh(), self))
+
+
+# --------------------------------------------------------------- what forward passes do
+
+
+def split(h, _):
+    torch._dynamo.graph_break()
+    a, b = (2 * h).chunk(2, 1)
+    torch._dynamo.graph_break()
+    return torch.cat([a.sin() * b, b.exp()], 1)
+
+
+def branch(h, _):
+    return h.exp() if h.sum() > 0 else h.sin()
+
+
+def in_place(h, _):
+    h = h * 2
+    h[:, 0].mul_(2)
+    h.add_(1).sin_()
+    other = h.clone()
+    other[:, :2] = h[:, 2:4]
+    return other * h
+
+
+def partly_off(h, _):
+    with torch.no_grad():
+        most = h.max(1, keepdim=True).values
+    return (h - most).exp() * h.detach().sin()
+
+
+def checkpointed(h, _):
+    return checkpoint(lambda z: (2 * z).tanh().sin(), h, use_reentrant=False)
+
+
+class Squared(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, k):
+        y = x.exp()
+        ctx.save_for_backward(x, y)
+        ctx.k = k
+        return y * x, y.detach()
+
+    @staticmethod
+    def backward(ctx, g, _):
+        x, _y = ctx.saved_tensors
+        return ctx.k * g * x.exp() * (1 + x), None
+
+
+def own_function(h, _):
+    return Squared.apply(h, 3.0)[0]
+
+
+def embedded(h, net):
+    return h * F.embedding(torch.arange(h.shape[0]) % 4, net.first.weight[:4].T.repeat(1, 1)[:, :1])
+
+
+def normed(h, _):
+    return F.layer_norm(h, (6,)) * F.softmax(h, 1)
+
+
+BETWEEN = [
+    split, branch, in_place, partly_off, checkpointed, own_function, embedded, normed,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("between", BETWEEN, ids=lambda f: f.__name__)
+def test_what_forward_passes_do(between):
+    against_eager(Net(between))
+
+
+def test_attention_whose_second_derivative_pytorch_lacks(made):
+    def between(h, _):
+        q = h.reshape(1, -1, 2, 3).transpose(1, 2)
+        return F.scaled_dot_product_attention(q, q.sin(), q.cos()).transpose(1, 2).reshape(-1, 6)
+
+    net = Net(between)
+    fast = compiled(net)
+    for _ in range(3):
+        x = torch.randn(6, 4, requires_grad=True)
+        with sdpa_kernel(SDPBackend.MATH):
+            wanted = penalty(net, x, trained(net))
+        assert_same(penalty(fast, x, trained(net)), wanted)
+    assert made
+
+
+def test_regions_are_compiled_from_the_second_call_on(made):
+    net = Net(split)
+    fast = compiled(net)
+    counts = []
+    for _ in range(4):
+        penalty(fast, torch.randn(6, 4, requires_grad=True), trained(net))
+        counts.append(len(made))
+    assert counts[0] == 0 and counts[1] == counts[3] > 2  # one for each region
+
+
+@pytest.mark.parametrize("frozen", ["first.weight", "second.weight", "first.bias"])
+def test_frozen_weights(frozen):
+    net = Net(normed)
+    net.get_parameter(frozen).requires_grad_(False)
+    against_eager(net)
+
+
+def test_tied_weights():
+    net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh())
+    net[2].weight = net[0].weight
+    against_eager(net)
+
+
+def test_batch_norm_is_written_once():
+    net = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 2))
+    fast = against_eager(net)
+    net.eval()
+    reference = copy.deepcopy(net)
+    for _ in range(2):
+        x = torch.randn(6, 4, requires_grad=True)
+        wanted = penalty(reference, x, trained(reference))
+        assert_same(penalty(fast, x, trained(net)), wanted)
+    assert int(net[1].num_batches_tracked) == 3
+
+
+def test_convolutions():
+    net = nn.Sequential(
+        nn.Conv2d(2, 4, 3, padding=1), nn.SiLU(), nn.MaxPool2d(2), nn.Conv2d(4, 3, 3), nn.Flatten()
+    )
+    channels_last = [
+        lambda: torch.randn(3, 2, 8, 8),
+        lambda: torch.randn(3, 2, 8, 8).contiguous(memory_format=torch.channels_last),
+    ]
+
+    def run(fn, x, parameters):
+        out = fn(x)
+        (g,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+        loss = g.square().sum() + out.sum()
+        return [loss, *torch.autograd.grad(loss, [x, *parameters])]
+
+    for make in channels_last:
+        against_eager(net, make, run=run)
+
+
+def test_attributes_that_change(made):
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.scale, self.calls = mlp(), 1.0, 0
+
+        def forward(self, x):
+            self.calls += 1
+            return self.scale * self.body(x)
+
+    net = Scaled()
+    reference, fast = copy.deepcopy(net), compiled(net)
+    for scale in (1.0, 1.0, 2.0, 2.0, 3.0, 4.0, 5.0):
+        net.scale = reference.scale = scale
+        x = torch.randn(5, 4, requires_grad=True)
+        wanted = penalty(reference, x, trained(reference))
+        assert_same(penalty(fast, x, trained(net)), wanted)
+        assert net.calls == reference.calls
+    assert len(made) <= 2  # from the second value on it is a symbol
+
+
+# ----------------------------------------------------------------------------- results
+
+
+class Many(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 6)
+
+    def forward(self, x):
+        h = self.layer(x).tanh()
+        y = 2 * h
+        return (
+            x, x.view(-1, 2), h[:, :3], h, h.detach(), y.argmax(1), y.t(), 3, None, x.shape[0],
+            h.square(), h.square(),
+        )  # fmt: skip
+
+
+def test_results_that_share_memory_or_are_no_numbers():
+    net = Many()
+    fast = against_eager(net)
+    x = torch.randn(6, 4, requires_grad=True)
+    for got, wanted in zip(fast(x), net(x), strict=True):
+        assert type(got) is type(wanted)
+        if isinstance(got, Tensor):
+            assert torch.equal(got, wanted) and got.stride() == wanted.stride()
+            assert got.requires_grad == wanted.requires_grad
+    clone = x.detach().clone().requires_grad_()
+    results = fast(2 * clone)
+    assert results[1].untyped_storage().data_ptr() == results[0].untyped_storage().data_ptr()
+    assert results[2].untyped_storage().data_ptr() == results[3].untyped_storage().data_ptr()
+    results[3].mul_(2)
+    assert torch.equal(results[2], results[3][:, :3])  # a view of what was written to
+    assert not torch.equal(results[10], results[3].square())
+    with torch.no_grad():
+        before = results[11].clone()
+        results[10].zero_()
+    assert torch.equal(results[11], before)
+
+
+def test_writing_to_a_result_that_is_kept():
+    net = nn.Sequential(nn.Linear(4, 3), nn.Tanh())
+    fast = against_eager(net)
+    out = fast(torch.randn(6, 4, requires_grad=True))
+    with torch.no_grad():
+        out.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+# -------------------------------------------------------------------------- uses
+
+
+def test_meta_learning():
+    """One step of gradient descent inside, by parameters."""
+
+    def run(fn, x, parameters):
+        inner = F.mse_loss(fn(x), torch.ones(6, 2))
+        grads = torch.autograd.grad(inner, parameters, create_graph=True)
+        outer = sum((p - 0.1 * g).square().sum() for p, g in zip(parameters, grads, strict=True))
+        return [outer, *torch.autograd.grad(outer, parameters)]
+
+    against_eager(mlp(), run=run)
+
+
+def test_hessian_vector_products():
+    def run(fn, x, parameters):
+        grads = torch.autograd.grad(fn(x).square().sum(), parameters, create_graph=True)
+        torch.manual_seed(1)
+        along = [torch.randn_like(p) for p in parameters]
+        product = torch.autograd.grad(grads, parameters, along, retain_graph=True)
+        return [*product, *torch.autograd.grad(grads, [*parameters, x], along)]
+
+    against_eager(mlp(), run=run)
+
+
+def test_backward_with_create_graph():
+    def run(fn, x, parameters):
+        for t in (x, *parameters):
+            t.grad = None
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about a cycle of references
+            fn(x).square().sum().backward(create_graph=True)
+        loss = sum(t.grad.square().sum() for t in parameters)
+        found = torch.autograd.grad(loss, [x, *parameters])
+        for t in (x, *parameters):
+            t.grad = None
+        return list(found)
+
+    against_eager(mlp(), run=run)
+
+
+def test_several_gradients_of_one_call():
+    def run(fn, x, parameters):
+        out = fn(x)
+        rows = [torch.autograd.grad(out[:, i].sum(), x, create_graph=True)[0] for i in range(2)]
+        loss = sum(((1 + i) * g).cos().sum() for i, g in enumerate(rows)) + out.square().sum()
+        return [loss, *torch.autograd.grad(loss, [x, *parameters])]
+
+    against_eager(mlp(), run=run)
+
+
+def test_cotangents_that_are_differentiated():
+    def run(fn, x, parameters):
+        torch.manual_seed(2)
+        along = torch.randn(6, 2, requires_grad=True)
+        (g,) = torch.autograd.grad(fn(x), x, along, create_graph=True)
+        loss = g.square().sum()
+        return [*torch.autograd.grad(loss, [along], retain_graph=True),
+                *torch.autograd.grad(loss, [along, x, *parameters], allow_unused=True)]  # fmt: skip
+
+    against_eager(mlp(), run=run, calls=4)
+
+
+def test_third_derivatives(made):
+    def run(fn, x, parameters):
+        (g,) = torch.autograd.grad(fn(x).sum(), x, create_graph=True)
+        (h,) = torch.autograd.grad(g.square().sum(), x, create_graph=True)
+        loss = h.square().sum() + g.sum()
+        return [loss, *torch.autograd.grad(loss, [x, *parameters], allow_unused=True)]
+
+    against_eager(mlp(), run=run)
+    assert made
+
+
+def test_first_and_second_order_calls_mixed():
+    def run(fn, x, parameters):
+        first = list(torch.autograd.grad(fn(x).square().sum(), parameters))
+        both = penalty(fn, x, parameters)
+        again = list(torch.autograd.grad(fn(x).square().sum(), [x, *parameters]))
+        return first + both + again
+
+    against_eager(mlp(), run=run)
+
+
+def test_first_order_stays_with_aot_autograd(made):
+    net = mlp()
+    fast = compiled(net)
+    for n in (5, 6, 7):
+        x = torch.randn(n, 4)
+        out = fast(x)
+        assert type(out.grad_fn).__name__ == "CompiledFunctionBackward"
+        assert_same(
+            torch.autograd.grad(out.sum(), trained(net)),
+            torch.autograd.grad(net(x).sum(), trained(net)),
+        )
+    assert not made
+
+
+def test_other_gradients_are_asked_for_later(made):
+    net = mlp()
+    reference, fast = copy.deepcopy(net), compiled(net)
+
+    def run(fn, x, parameters, wanted):
+        at = [x] if wanted == "x" else parameters
+        grads = torch.autograd.grad(fn(x).square().sum(), at, create_graph=True)
+        return list(torch.autograd.grad(sum(g.square().sum() for g in grads), [x, *parameters]))
+
+    for wanted in ("x", "x", "parameters", "parameters", "x"):
+        x = torch.randn(5, 4, requires_grad=True)
+        expected = run(reference, x, trained(reference), wanted)
+        assert_same(run(fast, x, trained(net), wanted), expected)
+    assert len(made) == 2
+
+
+def test_gradients_nobody_asked_for_are_not_computed():
+    net = mlp(64)
+    fast = against_eager(net)
+    x = torch.randn(6, 4, requires_grad=True)
+
+    def products(fn):
+        with torch.profiler.profile(acc_events=True) as seen:
+            torch.autograd.grad(fn(x).sum(), x, create_graph=True)
+        return sum(e.name in ("aten::mm", "aten::addmm") for e in seen.events())
+
+    assert products(fast) == products(net) == 6
+
+
+@pytest.mark.parametrize("before", [0, 2], ids=["by AOTAutograd", "by passes"])
+def test_backward_twice(before):
+    net = mlp()
+    fast = compiled(net)
+    for _ in range(before):
+        penalty(fast, torch.randn(5, 4, requires_grad=True), trained(net))
+    x = torch.randn(5, 4, requires_grad=True)
+    out = fast(x).square().sum()
+    once = torch.autograd.grad(out, trained(net), retain_graph=True)
+    (g,) = torch.autograd.grad(out, x, create_graph=True)
+    loss = g.square().sum() + out
+    wanted = torch.autograd.grad(loss, trained(net), retain_graph=True)
+    assert_same(torch.autograd.grad(loss, trained(net)), wanted)
+    assert_same(once, torch.autograd.grad(net(x).square().sum(), trained(net)))
+    with pytest.raises(RuntimeError, match="second time"):
+        torch.autograd.grad(loss, trained(net))
+
+
+@pytest.mark.parametrize("create_graph", [True, False])
+@pytest.mark.parametrize("before", [0, 2], ids=["by AOTAutograd", "by passes"])
+def test_changed_in_place_before_backward(before, create_graph):
+    net = mlp()
+    fast = compiled(net)
+    for _ in range(before):
+        penalty(fast, torch.randn(5, 4, requires_grad=True), trained(net))
+    x = torch.randn(5, 4, requires_grad=True)
+    out = fast(x).sum()
+    with torch.no_grad():
+        net[2].weight.add_(1)
+    with pytest.raises(RuntimeError, match=r"in place|inplace"):
+        torch.autograd.grad(out, x, create_graph=create_graph)
+
+
+def test_inference():
+    net = mlp()
+    fast = against_eager(net)
+    x = torch.randn(5, 4)
+    with torch.no_grad():
+        assert torch.equal(fast(x), net(x)) and not fast(x).requires_grad
+    with torch.inference_mode():
+        assert torch.equal(fast(x), net(x))
+
+
+def test_autocast_and_grad_scaler():
+    net = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 1)).float()
+    reference, fast = copy.deepcopy(net), compiled(net)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
+
+    def run(fn, own, x):
+        own.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            out = fn(x)
+        assert out.dtype is torch.bfloat16
+        (g,) = torch.autograd.grad(out.float().sum(), x, create_graph=True)
+        scaler.scale(g.square().sum() + out.float().mean()).backward()
+        return [p.grad.clone() for p in own.parameters()]
+
+    for _ in range(3):
+        x = torch.randn(8, 4, dtype=torch.float32, requires_grad=True)
+        wanted = run(reference, reference, x)
+        for a, b in zip(run(fast, net, x), wanted, strict=True):
+            assert (a - b).abs().max() <= 0.05 * b.abs().max()  # bfloat16
+
+
+def test_inputs_that_do_not_require_grad():
+    class Weighted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = mlp()
+
+        def forward(self, x, weight, index):
+            return self.net(x)[index] * weight
+
+    net = Weighted()
+    fast = compiled(net)
+    weight, index = torch.randn(7, 2), torch.randint(5, (7,))
+    for _ in range(3):
+        x = torch.randn(5, 4, requires_grad=True)
+        wanted = penalty(lambda x: net(x, weight, index), x, trained(net))
+        assert_same(penalty(lambda x: fast(x, weight, index), x, trained(net)), wanted)
+
+
+def test_inputs_computed_from_one_another():
+    """No gradient takes a way from one input to another outside of the region."""
+
+    def run(fn, x, parameters):
+        y = x.square()
+        out = fn(x, y)
+        (g,) = torch.autograd.grad(out.sum(), y, create_graph=True, retain_graph=True)
+        (h,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        loss = g.square().sum() + h.sin().sum()
+        return [loss, *torch.autograd.grad(loss, [x])]
+
+    def fn(x, y):
+        return (x * y).sin() * y
+
+    fast = compiled(fn)
+    for _ in range(3):
+        x = torch.randn(5, 4, requires_grad=True)
+        assert_same(run(fast, x, ()), run(fn, x, ()))
+
+
+# ------------------------------------------------------------------------------- sizes
+
+
+def test_twenty_sizes(made):
+    net = mlp()
+    reference, fast = copy.deepcopy(net), compiled(net)
+    torch._dynamo.utils.counters.clear()
+    for n in range(2, 22):
+        x = torch.randn(n, 4, requires_grad=True)
+        wanted = penalty(reference, x, trained(reference))
+        assert_same(penalty(fast, x, trained(net)), wanted)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 3
+    assert len(made) <= 3
+
+
+def test_a_question_about_sizes_is_asked_again_at_each_call(made):
+    """What a derivative alone asks is not among Dynamo's guards."""
+
+    # the second derivative of a product with a broadcast factor sums over axes of size one
+    def fn(x, y):
+        return (torch.cat([x, y]) * x.sum(1, keepdim=True).sum()).sin()
+
+    fast = torch.compile(fn, backend="doubleback", options={"compiler": "eager"}, dynamic=True)
+    for n, m in ((3, 5), (5, 3), (4, 4), (4, 4), (2, 9), (9, 2), (6, 6)):
+        x, y = torch.randn(n, 4, requires_grad=True), torch.randn(m, 4)
+        wanted = penalty(functools.partial(fn, y=y), x, ())
+        assert_same(penalty(functools.partial(fast, y=y), x, ()), wanted)
+
+
+# ------------------------------------------------------------------------- random numbers
+
+
+def dropout(h, _):
+    return F.dropout(h, 0.4, True)
+
+
+def noise(h, _):
+    return h * (1 + 0.5 * torch.randn_like(h)) + 0.1 * torch.rand(6)
+
+
+def coins(h, _):
+    return h * torch.bernoulli(torch.full_like(h, 0.7)) * torch.empty_like(h).uniform_(1, 2)
+
+
+def several(h, _):
+    return F.alpha_dropout(F.dropout(F.dropout(h, 0.2, True).sin(), 0.3, True), 0.3, True)
+
+
+def checkpointed_dropout(h, _):
+    return checkpoint(lambda z: F.dropout(z.sin(), 0.3, True), h, use_reentrant=False)
+
+
+def drawn_by_weight(h, _):
+    return h * torch.multinomial(torch.ones(4), 6, replacement=True).to(h)
+
+
+def differences(fast, net, compiler="eager"):
+    """The gradient of a penalty against differences, each value with the same draw."""
+    weight = net.first.weight
+    for seed in range(3):
+        x = torch.randn(6, 4, requires_grad=True)
+
+        def loss(seed=seed, x=x):
+            torch.manual_seed(seed)
+            out = fast(x)
+            (g,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+            return g.square().sum() + out.sum()
+
+        (grad,) = torch.autograd.grad(loss(), weight)
+        along, step = torch.randn_like(weight), 1e-5
+        values = []
+        for sign in (1, -2):
+            with torch.no_grad():
+                weight.add_(along, alpha=sign * step)
+            values.append(loss().item())
+        with torch.no_grad():
+            weight.add_(along, alpha=step)
+        found = (values[0] - values[1]) / (2 * step)
+        assert abs(found - (grad * along).sum().item()) <= 1e-6 * (1 + abs(found))
+    assert not torch.equal(fast(x), fast(x))
+
+
+@pytest.mark.parametrize(
+    "between", [dropout, noise, coins, several, checkpointed_dropout], ids=lambda f: f.__name__
+)
+def test_random_numbers_are_the_same_in_all_passes(between, made):
+    net = Net(between)
+    differences(compiled(net), net)
+    assert made
+
+
+def test_draws_that_depend_on_values():
+    net = Net(drawn_by_weight)
+    with pytest.warns(db.CaptureWarning, match="multinomial"):
+        differences(compiled(net), net)
+
+
+def test_sizes_of_draws_may_change():
+    net = Net(dropout)
+    fast = compiled(net)
+    for n in (3, 4, 5, 6):
+        x = torch.randn(n, 4, requires_grad=True)
+        kept = fast(x)
+        assert kept.shape == (n, 2)
+        penalty(fast, x, trained(net))
+
+
+# -------------------------------------------------------------- where there are no passes
+
+
+def test_writing_to_an_input_that_the_derivative_reads():
+    class Running(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 6)
+            self.register_buffer("scale", torch.ones(6))
+
+        def forward(self, x):
+            h = self.layer(x).tanh()
+            out = h / self.scale.sqrt()
+            with torch.no_grad():
+                self.scale.mul_(0.9).add_(h.detach().square().mean(0), alpha=0.1)
+            return out
+
+    with pytest.warns(db.CaptureWarning, match="writes to an input"):
+        against_eager(Running())
+
+
+def test_second_derivatives_that_cannot_be_traced(monkeypatch):
+    def refused(*args):
+        raise RuntimeError("derivative for aten::exotic is not implemented\nlong story")
+
+    monkeypatch.setattr(backend, "Stages", refused)
+    with pytest.warns(db.CaptureWarning, match="aten::exotic is not implemented$") as seen:
+        against_eager(mlp())
+    assert len([w for w in seen if w.category is db.CaptureWarning]) == 1
+
+
+class Hidden(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        with torch.no_grad():
+            slope = x.cos()
+        return g * slope
+
+
+def test_a_backward_that_switches_autograd_off():
+    fast = compiled(lambda x: Hidden.apply(2 * x).sum())
+    x = torch.randn(3, requires_grad=True)
+    torch.testing.assert_close(torch.autograd.grad(fast(x), x)[0], 2 * (2 * x).cos())
+    with pytest.raises(db.CaptureError, match=r"switches autograd off.*compiler.disable"):
+        torch.autograd.grad(fast(x), x, create_graph=True)
+
+
+def test_an_operator_that_draws_and_does_not_say_so():
+    @torch.library.custom_op("doubleback_tests::secret_noise", mutates_args=())
+    def secret_noise(x: Tensor) -> Tensor:
+        return torch.rand_like(x)
+
+    secret_noise.register_fake(torch.empty_like)
+    fast = compiled(lambda x: (x * secret_noise(x.detach())).square().sum())
+    x = torch.randn(3, requires_grad=True)
+    with pytest.raises(db.CaptureError, match="nondeterministic_seeded"):
+        torch.autograd.grad(fast(x), x, create_graph=True)
+
+
+# -------------------------------------------------------------------------- surroundings
+
+
+def test_memory_is_freed_without_the_collector():
+    net = mlp()
+    fast = against_eager(net)
+    x = torch.randn(6, 4, requires_grad=True)
+    gc.collect()
+    gc.disable()
+    try:
+        out = fast(x)
+        (g,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        watched = [weakref.ref(out), weakref.ref(g), weakref.ref(out.grad_fn)]
+        del out, g
+        assert [w() for w in watched] == [None] * 3
+    finally:
+        gc.enable()
+
+
+def test_options():
+    with pytest.raises(Exception, match=r'"compiler".*one of inductor, eager'):
+        compiled(mlp(), "fast")(torch.randn(3, 4))
+    wrong = {"compiler": "eager", "max_autotune": True}
+    with pytest.raises(Exception, match="options of Inductor"):
+        torch.compile(mlp(), backend="doubleback", options=wrong)(torch.randn(3, 4))
+
+
+BY_NAME = """
+import sys, torch, doubleback
+assert "torch._dynamo" not in sys.modules
+from torch._dynamo.backends import registry
+assert registry.lookup_backend("doubleback") is sys.modules["doubleback.compile"].backend
+assert callable(doubleback.compile) and "doubleback" in torch._dynamo.list_backends()
+"""
+BY_ENTRY_POINT = """
+import importlib.metadata, torch
+from torch._dynamo.backends import registry
+registry._BACKENDS["doubleback"] = importlib.metadata.EntryPoint(
+    "doubleback", "doubleback.compile:backend", "torch_dynamo_backends")
+assert registry.lookup_backend("doubleback").__name__ == "backend"
+"""
+
+
+@pytest.mark.parametrize("code", [BY_NAME, BY_ENTRY_POINT], ids=["name", "entry point"])
+def test_it_is_known(code):
+    env = {"PYTHONPATH": str(ROOT / "src")}
+    subprocess.run([sys.executable, "-c", code], check=True, env=env)
+
+
+def test_the_entry_point_is_there():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    module, name = project["entry-points"]["torch_dynamo_backends"]["doubleback"].split(":")
+    assert getattr(importlib.import_module(module), name) is backend.backend
+
+
+# ----------------------------------------------------------------------------- Inductor
+
+
+def test_inductor_with_sizes_that_change(made):
+    net = mlp()
+    reference, fast = copy.deepcopy(net), compiled(net, "inductor")
+    for n in (3, 5, 6, 7, 4):
+        x = torch.randn(n, 4, requires_grad=True)
+        wanted = penalty(reference, x, trained(reference))
+        assert_same(penalty(fast, x, trained(net)), wanted)
+    assert len(made) == 1
+
+
+def test_inductor_with_random_numbers():
+    net = Net(lambda h, _: noise(dropout(h, _), _))
+    differences(compiled(net, "inductor"), net)
