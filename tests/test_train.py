@@ -158,18 +158,18 @@ def test_the_weights_are_those_of_a_loop_by_hand(theirs):
 def test_stopped_and_resumed(theirs, capsys, monkeypatch):
     """Ctrl-C ends the step, saves, and says how to go on; what follows is as if nothing was."""
     assert _train(*NET, "--out", "whole") == 0
-    once = train.Run.once
+    once = train.Training.once
 
     def interrupted(self, batch):
         if self.step == 4:
             os.kill(os.getpid(), signal.SIGINT)
         return once(self, batch)
 
-    monkeypatch.setattr(train.Run, "once", interrupted)
+    monkeypatch.setattr(train.Training, "once", interrupted)
     assert _train(*NET, "--out", "run") == 130
     told = capsys.readouterr().err
     assert "stopped after step 5" in told and "--out run" in told and told.endswith("--resume\n")
-    monkeypatch.setattr(train.Run, "once", once)
+    monkeypatch.setattr(train.Training, "once", once)
     assert _train(*NET, "--out", "run") == 2
     assert "holds a run of 5 steps" in capsys.readouterr().err
     assert _train(*NET, "--out", "run", "--resume") == 0

@@ -1,5 +1,5 @@
-"""The commands but ``demo`` and ``train``: ``check``, ``explain``, ``landscape``, ``bench``, ``doctor``,
-``completion``."""
+"""The commands but ``demo`` and ``train``: ``check``, ``explain``, ``landscape``, ``bench``,
+``doctor``, ``completion``."""
 
 from __future__ import annotations
 

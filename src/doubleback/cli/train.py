@@ -287,7 +287,7 @@ def _replace(path: Path, raw: bytes) -> None:
 # ------------------------------------------------------------------------------------------ a run
 
 
-class Run:
+class Training:
     """A model, its data and its optimiser, somewhere on their way."""
 
     def __init__(self, settings: Settings) -> None:
@@ -550,7 +550,7 @@ def _python_random() -> dict[str, Any]:
 class Metrics:
     """metrics.jsonl, and TensorBoard's file beside it."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Training) -> None:
         self.path = run.folder / "metrics.jsonl"
         kept = []
         if self.path.exists():
@@ -595,13 +595,13 @@ def run(arguments: argparse.Namespace) -> int:
             "it, or another --out"
         )
     try:
-        return _whole(Run(settings), arguments)
+        return _whole(Training(settings), arguments)
     finally:
         if dist.is_available() and dist.is_initialized():
             dist.destroy_process_group()
 
 
-def _whole(training: Run, arguments: argparse.Namespace) -> int:
+def _whole(training: Training, arguments: argparse.Namespace) -> int:
     settings = training.settings
     resumed = training.resume() if arguments.resume else False
     first = training.processes.first
@@ -640,7 +640,7 @@ def _whole(training: Run, arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _stopper(training: Run) -> Any:
+def _stopper(training: Training) -> Any:
     def stop(number: int, frame: Any) -> None:
         if training.stopped:  # asked for twice
             raise KeyboardInterrupt
@@ -649,7 +649,7 @@ def _stopper(training: Run) -> Any:
     return stop
 
 
-def _steps(training: Run, metrics: Metrics | None, quiet: bool) -> dict[str, Any]:
+def _steps(training: Training, metrics: Metrics | None, quiet: bool) -> dict[str, Any]:
     settings, row = training.settings, {}
     if training.step == 0:
         training.save()
