@@ -331,12 +331,16 @@ class Decoder(nn.Module):
         return self.head(self.norm(x[:, -1]))
 
 
-def torchvision_net(name: str, **options: Any) -> nn.Module:
+def torchvision_net(name: str) -> nn.Module:
     """A network of torchvision's, as written there. Nothing is dropped at random, so that gradients
     can be compared."""
     import torchvision
 
-    return getattr(torchvision.models, name)(**options)
+    net = getattr(torchvision.models, name)()
+    for module in net.modules():
+        if type(module).__name__ in ("Dropout", "StochasticDepth"):
+            module.p = 0.0
+    return net
 
 
 @dataclass(frozen=True)
@@ -374,11 +378,10 @@ class Entry:
 _WIDE, _NARROW = (64, 64, 128, 128, 256, 256), (16, 16, 32, 32, 64, 64)
 
 
-def _published(name: str, weight: float, layouts: bool = True, **options: Any) -> Entry:
+def _published(name: str, layouts: bool = True) -> Entry:
     """One of torchvision's at its published size, 64 images of 224²; smaller: four."""
-    options["name"] = name
-    full, small = Size(options, (3, 224, 224), 64), Size(options, (3, 224, 224), 4)
-    return Entry(torchvision_net, full, small, weight, gib=24, heavy=True, layouts=layouts)
+    full, small = (Size({"name": name}, (3, 224, 224), batch) for batch in (64, 4))
+    return Entry(torchvision_net, full, small, weight=1.0, gib=24, heavy=True, layouts=layouts)
 
 
 TABLE: dict[str, Entry] = {
@@ -433,13 +436,11 @@ TABLE: dict[str, Entry] = {
         heavy=True,
         layouts=False,
     ),
-    "resnet50": _published("resnet50", 1.0),
-    "mobilenetv2": _published("mobilenet_v2", 1.0, dropout=0.0),
-    "efficientnet_b0": _published(
-        "efficientnet_b0", 1.0, dropout=0.0, stochastic_depth_prob=0.0
-    ),
-    "swin_t": _published("swin_t", 1.0, layouts=False),
-    "vit_b": _published("vit_b_16", 1.0, layouts=False),
+    "resnet50": _published("resnet50"),
+    "mobilenetv2": _published("mobilenet_v2"),
+    "efficientnet_b0": _published("efficientnet_b0"),
+    "swin_t": _published("swin_t", layouts=False),
+    "vit_b": _published("vit_b_16", layouts=False),
     "bert": Entry(
         Encoder,
         Size({"width": 768, "depth": 12, "heads": 12}, (256, 768), 32),

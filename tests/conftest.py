@@ -1,7 +1,7 @@
 """One thread per worker, Triton's interpreter where there is no GPU, and property tests that draw
 the same examples in every run.
 
-`HYPOTHESIS_PROFILE=explore pytest tests/test_random_graphs.py` draws new ones.
+`HYPOTHESIS_PROFILE=explore pytest tests/…` draws new ones; `make fuzz` draws new networks.
 """
 
 import os

@@ -309,11 +309,11 @@ def test_a_call_and_its_backward_are_two_graphs(to_none):
 @needs_gpu
 def test_a_call_before_the_last_one_s_backward_runs_beside_it():
     plain, graphed = _models()
+    plain.eval(), graphed.eval()
     (x, y), (u, v) = _batches(2)
     for _ in range(3):
         graphed(x, y)[1].backward()
     for model in (plain, graphed):
-        model.eval()
         model.zero_grad()
         first, second = model(x, y), model(u, v)
         (first[1] + 2 * second[1] + first[0].square().mean() + second[0].sum()).backward()

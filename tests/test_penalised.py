@@ -621,3 +621,22 @@ def test_buffers_that_move_into_each_other(how, after):
             model(x)[1].backward()
         for name, buffer in twin.named_buffers():
             torch.testing.assert_close(net.get_buffer(name), buffer, rtol=0, atol=0)
+
+
+class Unfilled(nn.Module):
+    def forward(self, x):
+        room = torch.empty_like(x)
+        room[:, 1:] = x[:, :-1].sin()
+        room[:, 0] = x[:, -1]
+        return room
+
+
+def test_debugging_minds_no_memory_that_nobody_filled(monkeypatch):
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    torch.use_deterministic_algorithms(True)  # which fills it with NaN
+    try:
+        net = nn.Sequential(nn.Linear(6, 6), Unfilled(), nn.Linear(6, 2))
+        out, penalty = db.Penalised(net, db.OutputGradient(0), debug=True)(torch.randn(3, 6))
+        (out.sum() + penalty).backward()
+    finally:
+        torch.use_deterministic_algorithms(False)

@@ -104,10 +104,6 @@ class Capture:
             self._warn(net)
         return result
 
-    def retry(self) -> None:
-        """Try at the next call, whatever failed before."""
-        self.refusal = None
-
     def _enter(self, net: nn.Module, box: _Box, args: tuple, kwargs: dict[str, Any]) -> Any:
         _Quiet.install()
         boxes = _boxes()

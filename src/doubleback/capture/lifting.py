@@ -171,7 +171,7 @@ class _Autograd(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.cut: list[Any] = []  # memory of tensors that requires grad, reached without
+        self.cut: dict[Any, Tensor] = {}  # by the memory of what requires grad, reached without
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -194,9 +194,9 @@ class _Autograd(TorchFunctionMode):
         if result.requires_grad or not differentiable:
             return result
         if any(_memory(result) == _memory(t) for t in inputs):
-            self.cut.append(_memory(result))
             stopped = stop_gradient(result)
-            self.cut.append(_memory(stopped))
+            # held, so that no other tensor is taken for them
+            self.cut |= {_memory(result): result, _memory(stopped): stopped}
             return stopped
         return stop_gradient(result)
 
@@ -475,6 +475,9 @@ def decompositions() -> dict:
     chosen[aten.scaled_dot_product_attention.default] = _attention_products
     chosen[aten.glu.default] = _glu
     chosen[aten.instance_norm.default] = _instance_norm
+    chosen[aten.empty.memory_format] = _filled(aten.zeros.default)
+    chosen[aten.new_empty.default] = aten.new_zeros.default
+    chosen[aten.empty_like.default] = aten.zeros_like.default
     chosen[aten.as_strided.default] = _as_strided
     chosen[aten.as_strided_scatter.default] = _as_strided_scatter
     for name in ("feature_dropout", "alpha_dropout", "feature_alpha_dropout"):
@@ -577,6 +580,17 @@ def _padded_convolution(n: int):
         halves = [total // 2 for total in totals]
         convolve = getattr(aten, f"conv{n}d").default
         return convolve(x, weight, bias, each(stride), halves, dilations, groups)
+
+    return decomposed
+
+
+def _filled(make):
+    """Zeros in the place of memory that holds anything: it may hold NaN, which spreads wherever a
+    write in place has become a selection between old and new."""
+
+    def decomposed(size, *, memory_format=None, **options):
+        made = make(size, **options)
+        return made if memory_format is None else made.contiguous(memory_format=memory_format)
 
     return decomposed
 

@@ -83,7 +83,7 @@ def _copy(x: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
 
 
 # Operators of functional programs that autograd has no formula for, as it has one.
-_DIFFERENTIABLE = {torch.ops.aten.copy.default: _copy}
+_DIFFERENTIABLE: dict[Any, Any] = {torch.ops.aten.copy.default: _copy}
 
 
 def run_prelude(nodes: Sequence[Node], state: Mapping[int, Tensor]) -> dict[int, Tensor]:
