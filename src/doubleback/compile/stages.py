@@ -41,17 +41,17 @@ class Stage:
     """
 
     def __init__(
-        self, graph: torch.fx.Graph, results: Sequence[str | None], stand: Stand,
-        inductor: dict[str, Any] | None,
+        self, graph: torch.fx.Graph, constants: torch.nn.Module, results: Sequence[str | None],
+        stand: Stand, inductor: dict[str, Any] | None,
     ) -> None:  # fmt: skip
-        self.graph, self.results = graph, tuple(results)
+        self.graph, self.constants, self.results = graph, constants, tuple(results)
         self.stand, self.inductor = stand, inductor
         self.reads = [n.name for n in graph.nodes if n.op == "placeholder"]
         self.computes = [n.name for n in _results(graph)]
 
     @cached_property
     def run(self) -> Callable[[list], Sequence[Any]]:
-        module = torch.fx.GraphModule(torch.nn.Module(), self.graph)
+        module = torch.fx.GraphModule(self.constants, self.graph)
         if self.inductor is None:
             clean(module)
             return boxed(module)
@@ -190,6 +190,7 @@ class Stages:
         placeholders = [n for n in flat.graph.nodes if n.op == "placeholder"]
         for node, name in zip(placeholders, names, strict=True):
             node.target = node.name = name
+        self._constants = flat  # tensors that are part of the graph are its attributes
         flat.graph.eliminate_dead_code()
         graph = _torch.fx_graph_cse(flat.graph)
         found = _results(graph)
@@ -209,22 +210,20 @@ class Stages:
         def cut(
             graph: torch.fx.Graph, after: Sequence[str], before: Sequence[str], last: Sequence[str]
         ) -> tuple[torch.fx.Graph, torch.fx.Graph | None]:
-            return _cut_off(graph, after, list(dict.fromkeys(before)), last, inductor)
+            before = list(dict.fromkeys(before))
+            return _cut_off(graph, self._constants, after, before, last, inductor)
 
         def stage(graph: torch.fx.Graph | None, name: str) -> Stage | None:
             if graph is None:
                 return None
-            return Stage(graph, results[name], self.stand, self.inductor)
+            return Stage(graph, self._constants, results[name], self.stand, self.inductor)
 
-        early, off = cut(graph, self.names["only"], names["forward"], names["first"])
-        self.first = stage(off, "first")
-        held = [n.name for n in _results(early)]  # outputs, and what `first` reads
         late = [*self.names["last"], *(() if self.moving else self.names["across"])]
-        kept = [*held, *names["backward"], *names["tangent"]]
-        late_ones = {*_told_apart(graph, self.names["across"])[1]}
-        self.of_second_order = [name in late_ones for name in results["second"]]
+        kept = [*names["forward"], *names["backward"], *names["tangent"]]
         early, off = cut(graph, late, kept, names["second"])
         self.second = stage(off, "second")
+        of_second_order = {*_told_apart(graph, self.names["across"])[1]}
+        self.of_second_order = [name in of_second_order for name in results["second"]]
         self.tangent = None
         if self.moving:
             kept, last = _told_apart(early, self.names["across"])
@@ -233,6 +232,10 @@ class Stages:
         kept, last = _told_apart(early, self.names["along"])
         early, off = cut(early, self.names["along"], kept, last)
         self.backward = stage(off, "backward")
+        # what the others have forward keep is there for `first`, which adds what it lacks
+        kept = [n.name for n in _results(early)]
+        early, off = cut(graph, self.names["only"], kept, names["first"])
+        self.first = stage(off, "first")
         forward = stage(early, "forward")
         assert forward is not None
         self.forward = forward
@@ -312,8 +315,8 @@ def _told_apart(graph: torch.fx.Graph, after: Sequence[str]) -> tuple[list[str],
 
 
 def _cut_off(
-    graph: torch.fx.Graph, after: Sequence[str], before: Sequence[str], last: Sequence[str],
-    inductor: bool,
+    graph: torch.fx.Graph, constants: torch.nn.Module, after: Sequence[str],
+    before: Sequence[str], last: Sequence[str], inductor: bool,
 ) -> tuple[torch.fx.Graph, torch.fx.Graph | None]:  # fmt: skip
     """A graph whose results are `before` and what the rest reads of it, and the rest, which
     computes `last` once the inputs `after` are known."""
@@ -335,7 +338,7 @@ def _cut_off(
         return copy, None
     if not inductor:
         return _cut_at_uses(copy, list(before), last)
-    module = torch.fx.GraphModule(torch.nn.Module(), copy)
+    module = torch.fx.GraphModule(constants, copy)
     early, late = _torch.min_cut_rematerialization_partition(
         module, (), num_fwd_outputs=len(before)
     )
@@ -390,15 +393,17 @@ def _cut_at_uses(
     held = [
         n
         for n in graph.nodes
-        if (n in early or n.op == "placeholder")
+        if ((n in early and n.op != "get_attr") or n.op == "placeholder")
         and any((u.op == "output" and n.name in last) or (u.op != "output" and u not in early)
                 for u in n.users)
     ]  # fmt: skip
     results = list(dict.fromkeys([*(named[name] for name in before), *held]))
-    part = [n for n in graph.nodes if n.op == "call_function"]
-    first = _extract([n for n in given if n in early], [n for n in part if n in early],
+    nodes = [n for n in graph.nodes if n.op in ("call_function", "get_attr")]
+    constant = {n for n in nodes if n.op == "get_attr"}
+    first = _extract([n for n in given if n in early], [n for n in nodes if n in early | constant],
                      [n for n in results if n in early])  # fmt: skip
-    late = _extract(held, [n for n in part if n not in early], [named[name] for name in last])
+    rest = [n for n in nodes if n not in early or n in constant]
+    late = _extract(held, rest, [named[name] for name in last])
     return first, late
 
 
