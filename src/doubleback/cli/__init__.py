@@ -184,7 +184,7 @@ def _add_demo(parser: argparse.ArgumentParser) -> None:
         "--compile", action="store_true", help="compile the sweeps too (slow start)"
     )
     parser.add_argument(
-        "--seconds", type=_weight, default=6.0, metavar="T", help="for each penalty's timing"
+        "--seconds", type=_weight, default=5.0, metavar="T", help="for each penalty's timing"
     )
     parser.add_argument(
         "--out", default="demo", metavar="FOLDER", help="for the report, default: %(default)s"

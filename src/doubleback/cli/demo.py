@@ -351,7 +351,7 @@ def sentences(results: dict[str, Any]) -> Iterator[str]:
         relation = f"{stock / ours:.2f} times as fast as" if ours < stock else "not faster than"
         also = f"gains nothing here ({stock / patch:.2f} times)"
         if patch < stock:
-            also = f"makes that {stock / patch:.2f} times as fast"
+            also = f"makes stock {stock / patch:.2f} times as fast"
         formula = results["formulas"][name]
         yield f"{formula}: db.Penalised is {relation} stock autograd; db.patch() {also}."
     worst = max(row["worst"] for row in results["parity"].values())
