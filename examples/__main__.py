@@ -23,6 +23,7 @@ NAMES = (
     "signed_distance",
     "sobolev",
     "flow",
+    "force_field",
 )
 
 INTRODUCTION = """# Examples

@@ -191,6 +191,56 @@ def test_flow_trace_is_that_of_autograd():
     assert torch.allclose(flow.rate(x, t, units)[1], trace, atol=1e-6)
 
 
+def test_force_field():
+    example = script("force_field")
+    found = example.experiment(40, 150, 60, 0, CPU, example.NAMES[:2], timed=2)
+    without, trained = found.values()
+    assert trained.force < 0.85 * without.force
+    assert trained.true_drift < without.true_drift
+    assert all(f.learned_drift < 1 for f in found.values())
+    assert set(trained.rates) == {"stock", "ours"} and not without.rates
+
+
+def test_force_field_true_energy():
+    """A bond is worth −1 at 2^(1/6); corners as summed one by one; what is no atom does nothing."""
+    example = script("force_field")
+    pair = torch.tensor([[[0.0, 0, 0], [2 ** (1 / 6), 0, 0], [0.5, 0.5, 0]]], dtype=torch.float64)
+    real = torch.tensor([[True, True, False]])
+    assert example.true_energy(pair, real).item() == pytest.approx(-1, abs=1e-8)
+    assert example.true_forces(pair, real).abs().max() < 1e-6
+    pos = 1.1 * torch.rand(1, 6, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    expected = 0.0
+    for i in range(6):
+        near = [pos[0, j] - pos[0, i] for j in range(6) if j != i]
+        near = [(u, u.norm()) for u in near if u.norm() < 1.8]
+        for _, r in near:
+            pair_energy = 7.049556277 * (0.6022245584 / r**4 - 1) * torch.exp(1 / (r - 1.8))
+            expected += pair_energy / 2
+        for k, (u, r) in enumerate(near):
+            for w, q in near[:k]:
+                g = torch.exp(1.2 / (r - 1.8) + 1.2 / (q - 1.8))
+                expected += 21 * g * (u @ w / (r * q) + 1 / 3) ** 2
+    found = example.true_energy(pos, torch.ones(1, 6, dtype=torch.bool))
+    assert torch.allclose(found, expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize("equivariant", [False, True])
+def test_force_field_networks(equivariant):
+    """Energies do not see a turn or the order of atoms; neighbours are those of one cluster, and a
+    batch's energies are those of its clusters alone."""
+    example = script("force_field")
+    torch.manual_seed(0)
+    net = example.Potential(equivariant, -1.0).double()
+    pos, real = example.start(4, torch.Generator().manual_seed(0))
+    pos = pos + 0.1 * torch.randn_like(pos)
+    turn = torch.linalg.qr(torch.randn(3, 3, dtype=torch.float64)).Q
+    energy = net(*example.flat(pos, real))
+    assert torch.allclose(net(*example.flat(pos @ turn, real)), energy)
+    assert torch.allclose(net(*example.flat(pos.flip(1), real.flip(1))), energy)
+    alone = [net(*example.flat(pos[i : i + 1], real[i : i + 1])) for i in range(4)]
+    assert torch.allclose(torch.cat(alone), energy) and energy.std() > 0
+
+
 # ----------------------------------------------------------------------------- data and bad input
 
 
