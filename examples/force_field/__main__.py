@@ -441,8 +441,8 @@ def report(runs: dict[str, list[Found]], data: str) -> common.Report:
         )
     made.notes.append(
         "rates are medians of steps without the optimiser, both ways in turn on the same batches; "
-        "every batch has other numbers of atoms and pairs; compare them with each other, not with those "
-        "of another machine"
+        "every batch has other numbers of atoms and pairs; compare them with each other, not with "
+        "those of another machine"
     )
     made.notes.append(
         f"drift: largest change within the run, median of {PATHS} clusters that were not trained "

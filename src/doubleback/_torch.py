@@ -220,6 +220,10 @@ NAMES: dict[str, tuple[str, str]] = {
         "torch._inductor.virtualized:V",
         "hands Inductor the choices below, and says which node it lowers",
     ),
+    "SchedulerNode": (
+        "torch._inductor.scheduler:SchedulerNode",
+        "what a kernel reads, by the names that tensors have after they were written to",
+    ),
     "InductorChoices": (
         "torch._inductor.choices:InductorChoices",
         "kernels that stand far apart are not fused",

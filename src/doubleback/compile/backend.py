@@ -7,7 +7,6 @@ arrives at it runs on autograd; from the next call on the region is the passes o
 
 from __future__ import annotations
 
-import functools
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -33,7 +32,7 @@ from .._torch import (
 from ..capture import forget, plain
 from ..errors import CaptureError, InputError, StaleGraphError, warn
 from ..patch import patched, supported
-from ..run import no_autocast
+from ..run import no_autocast, sound
 from .region import RegionCode, depends_on, look, many
 from .stages import Stages
 
@@ -85,7 +84,11 @@ def _compilers(
         return _torch.backend_registry.lookup_backend("aot_eager"), None
     if mode is not None and mode != "default":
         settings = {**_torch.list_mode_options(mode), **settings}
-    compile_first = functools.partial(_torch.compile_fx, config_patches=settings or None)
+
+    def compile_first(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable:
+        with sound():
+            return _torch.compile_fx(module, inputs, config_patches=settings or None)  # type: ignore[return-value]
+
     # a CUDA graph's results are overwritten by its next run: passes hold theirs for one another
     return compile_first, {**settings, "triton.cudagraphs": False}
 

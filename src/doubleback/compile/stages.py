@@ -26,7 +26,7 @@ from .._torch import make_fx
 from ..errors import CaptureError
 from ..kernels import for_compiler
 from ..patch import patched, supported
-from ..run import boxed, clean, no_autocast
+from ..run import boxed, clean, no_autocast, sound
 from .randomness import is_random
 from .region import Layout, RegionCode, Stand, look, sizes_from
 
@@ -62,7 +62,7 @@ class Stage:
             floats.get(n.name, n.meta["val"]) for n in self.graph.nodes if n.op == "placeholder"
         ]
         context = _torch.TracingContext(self.stand.mode)
-        with torch.no_grad(), no_autocast(), _torch.tracing(context):
+        with torch.no_grad(), no_autocast(), _torch.tracing(context), sound():
             return _torch.compile_fx(  # type: ignore[return-value]
                 _torch.GmWrapper(module, list),  # type: ignore[arg-type]
                 examples,

@@ -15,7 +15,7 @@ from .._torch import make_fx
 from ..capture import mark
 from ..errors import CaptureError
 from ..kernels import for_compiler
-from ..run import boxed, clean, no_autocast
+from ..run import boxed, clean, no_autocast, sound
 from .region import THROUGH
 
 
@@ -150,7 +150,7 @@ def _by_inductor(flat: torch.fx.GraphModule, mode: Any, inputs: list) -> Callabl
     """Inductor on stand-ins whose open sizes are Dynamo's: what it asks about them becomes a guard
     of Dynamo's own."""
 
-    with _torch.tracing(_torch.TracingContext(mode)):
+    with _torch.tracing(_torch.TracingContext(mode)), sound():
         return _torch.compile_fx(_torch.GmWrapper(flat, list), inputs)  # type: ignore[return-value, arg-type]
 
 

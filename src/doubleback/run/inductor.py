@@ -138,8 +138,38 @@ def heuristics() -> Iterator[None]:
     """A context in which Inductor knows the mark, leaves things in their order, and fuses only
     what stands close together."""
     in_order = _torch.inductor_config.patch(reorder_for_locality=False)
-    with _torch.V.set_choices_handler(_choices()), in_order:
+    with sound(), _torch.V.set_choices_handler(_choices()), in_order:
         yield
+
+
+@contextmanager
+def sound() -> Iterator[None]:
+    """A context in which Inductor keeps readers of a tensor behind its writers (an index_add, a
+    scatter).
+
+    To fuse two loops on a CPU, PyTorch 2.13 changes the ranges of one and finds out anew what it
+    reads, by the names that tensors had before anything was written into them: a reader that comes
+    after a scatter then counts as one before it, and may run before it. The names are put right.
+    """
+    _keep_names()
+    with _torch.inductor_config.patch(SOUND):
+        yield
+
+
+# One less than usual, so that no graph from before is found in the caches on disk.
+SOUND = {"max_fusion_size": 63}
+
+
+@cache
+def _keep_names() -> None:
+    node = _torch.SchedulerNode
+    original = node.recompute_size_and_body
+
+    def recompute(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        self.set_read_writes(self.read_writes.rename(self.mutation_renames))
+
+    node.recompute_size_and_body = recompute  # type: ignore[method-assign]
 
 
 @cache
