@@ -142,7 +142,7 @@ def fresh(write):
 
 
 @compiled
-@pytest.mark.parametrize("name", WRITERS)
+@pytest.mark.parametrize("name", ["index_fill", "scatter_add"])
 def test_readers_stay_behind_writers(name):
     net, x = fresh(WRITERS[name])
     model = db.Penalised(net, db.OutputGradient(0), compile=True)
