@@ -24,6 +24,7 @@ NAMES = (
     "sobolev",
     "flow",
     "force_field",
+    "physics",
 )
 
 INTRODUCTION = """# Examples

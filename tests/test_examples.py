@@ -241,6 +241,56 @@ def test_force_field_networks(equivariant):
     assert torch.allclose(torch.cat(alone), energy) and energy.std() > 0
 
 
+@pytest.mark.parametrize("number", [0, 1])
+def test_physics(number):
+    """Solved by its residual alone, and far better than by what is given at the start."""
+    example = script("physics")
+    equation = (example.inviscid(), replace(example.viscous(False), viscosity=0.1, end=0.5))[number]
+    found = example.solve(equation, 24, 300, 1000, 0, CPU, repeats=1)
+    truth = example.reference(equation)
+    still = ((truth[:1] - truth).norm() / truth.norm()).item()
+    assert found.error < min(0.04, 0.3 * still)
+    assert equation.way in found.times and "stock" in found.times
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_physics_ways_agree(number):
+    """The ways of a step that are timed against each other give the same loss and gradients."""
+    example = script("physics")
+    equation = (example.inviscid(), example.viscous(False))[number]
+    torch.manual_seed(0)
+    net = example.Solution(8, equation.end).double()
+    points = torch.rand(20, 2, dtype=torch.float64)
+    seen = {}
+    for name, loss in example.ways(net, equation, inductor=False).items():
+        net.zero_grad()
+        value = loss(points)
+        value.backward()
+        seen[name] = [value.detach(), *(p.grad.clone() for p in net.parameters())]
+    assert equation.way in seen
+    for found in seen.values():
+        for a, b in zip(found, seen["stock"], strict=True):
+            assert torch.allclose(a, b, rtol=1e-10, atol=1e-12)
+
+
+def test_physics_references_solve_the_equations():
+    """Residuals by central differences, the value at the start, and the limit of small ν."""
+    example = script("physics")
+    x, t = torch.linspace(-0.9, 0.9, 37, dtype=torch.float64), torch.full((37,), 0.2).double()
+    h, nu = 1e-4, 0.05
+    for solution, nu in (
+        (example.characteristics, 0.0),
+        (lambda x, t: example.cole_hopf(x, t, 0.05), 0.05),
+    ):
+        u, right, left = solution(x, t), solution(x + h, t), solution(x - h, t)
+        rate = (solution(x, t + h) - solution(x, t - h)) / (2 * h)
+        residual = rate + u * (right - left) / (2 * h) - nu * (right - 2 * u + left) / h**2
+        assert residual.abs().max() < 1e-4
+        assert torch.allclose(solution(x, 0 * t), -torch.sin(torch.pi * x), atol=1e-9)
+    off = example.cole_hopf(x, t, 1e-3) - example.characteristics(x, t)
+    assert off.abs().max() < 0.02
+
+
 # ----------------------------------------------------------------------------- data and bad input
 
 

@@ -245,13 +245,13 @@ def our_step(model: db.WithGradient) -> Callable:
 def rates(
     model: db.WithGradient, data: Clusters, count: int, device: torch.device
 ) -> dict[str, float]:
-    """Steps per second without the optimiser, medians, batch by batch in turn."""
+    """Steps per second without the optimiser, medians, in turn and in changing order."""
     generator = torch.Generator().manual_seed(0)
     ways = {"stock": stock_step(model.net), "ours": our_step(model)}
     times: dict[str, list[float]] = {name: [] for name in ways}
     for turn in range(count + 5):  # the first five are not counted
         batch = draw_batch(data, generator, device)
-        for name, step in ways.items():
+        for name, step in list(ways.items())[:: 1 if turn % 2 else -1]:
             model.zero_grad()
             begin = time.perf_counter()
             step(*batch)
@@ -441,8 +441,8 @@ def report(runs: dict[str, list[Found]], data: str) -> common.Report:
         )
     made.notes.append(
         "rates are medians of steps without the optimiser, both ways in turn on the same batches; "
-        "every batch has other numbers of atoms and pairs; compare them with each other, not with those "
-        "of another machine"
+        "every batch has other numbers of atoms and pairs; compare them with each other, not with "
+        "those of another machine"
     )
     made.notes.append(
         f"drift: largest change within the run, median of {PATHS} clusters that were not trained "
