@@ -25,6 +25,7 @@ NAMES = (
     "flow",
     "force_field",
     "physics",
+    "gan",
 )
 
 INTRODUCTION = """# Examples
