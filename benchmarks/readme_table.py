@@ -1,5 +1,5 @@
-"""Writes the measured tables from benchmarks/results/engine-*.json: a short one into README.md, all
-of them into docs/benchmarks.md.
+"""Writes what benchmarks/results/engine-*.json hold: a short table into README.md, all of them into
+docs/benchmarks.md, and the chart docs/pictures/prices.svg.
 
 python benchmarks/readme_table.py            rewrite what lies between the markers
 python benchmarks/readme_table.py --check    exit with 1 if that would change anything
@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,168 +20,229 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 START, END = "<!-- bench:start -->", "<!-- bench:end -->"
 
-EAGER, COMPILED = "price_vs_plain_eager", "price_vs_plain_compiled"
-COLUMNS = (  # heading, method, which ratio goes in brackets
-    ("plain", "plain", None),
-    ("stock autograd", "stock", EAGER),
-    ("**doubleback**", "doubleback eager", EAGER),
-    ("**`accumulate`**", "doubleback one-shot", EAGER),
-    ("**`accumulate`, CUDA graph**", "doubleback one-shot graphed", EAGER),
-    ("plain, compiled", "plain compiled", None),
-    ("make_fx + Inductor", "make_fx + inductor", COMPILED),
-    ("torch.func, compiled", "torch.func compiled", COMPILED),
-    ("JAX plain", "JAX jit plain", None),
-    ("JAX", "JAX jit", None),
-    ("**doubleback, compiled**", "doubleback compiled", COMPILED),
-    ("**`accumulate`, compiled**", "doubleback one-shot compiled", COMPILED),
-    ("**… as a CUDA graph**", "doubleback one-shot compiled graphed", COMPILED),
+Row = dict[str, Any]
+
+NAMES = {
+    "conv": "6 convolutions", "depthwise": "depthwise convolutions", "mlp": "MLP",
+    "resnet18": "ResNet-18", "convnext": "ConvNeXt-T", "vit": "ViT-S/16", "resnet50": "ResNet-50",
+    "mobilenetv2": "MobileNetV2", "efficientnet_b0": "EfficientNet-B0", "swin_t": "Swin-T",
+    "vit_b": "ViT-B/16", "bert": "BERT-base", "llama": "Llama-like decoder",
+}  # fmt: skip
+
+KINDS = (  # heading, and the methods of one launch kind, plain first
+    (
+        "launched kernel by kernel",
+        ("stock", "stock channels-last", "patched", "doubleback", "accumulate"),
+        ("plain", "plain channels-last"),
+    ),
+    (
+        "as CUDA graphs",
+        ("doubleback graphed", "accumulate graphed"),
+        ("plain CUDA graph", "plain channels-last CUDA graph"),
+    ),
+    (
+        "compiled",
+        (
+            "torch.func compiled",
+            "make_fx + inductor",
+            "make_fx + inductor patched",
+            "doubleback compiled",
+            "accumulate compiled",
+        ),
+        ("plain compiled", "plain compiled channels-last"),
+    ),
+    (
+        "compiled, as CUDA graphs",
+        ("doubleback compiled graphed", "accumulate compiled graphed"),
+        ("plain compiled CUDA graph", "plain compiled channels-last CUDA graph"),
+    ),
 )
-SHORT = (  # the README's: columns, and at most eight rows
-    ("stock autograd", ("stock",)),
-    ("**`db.Penalised`**", ("doubleback eager",)),
-    ("**`accumulate`**", ("doubleback one-shot",)),
-    ("**… as a CUDA graph**", ("doubleback one-shot graphed",)),
-    ("peak memory", ()),
-)
-SHORT_ROWS = (
-    ("conv", "float32"), ("depthwise", "float32"), ("mlp", "float32"), ("resnet18", "float32"),
-    ("resnet18", "bf16"), ("convnext", "bf16"), ("vit", "float32"), ("vit", "bf16"),
-)  # fmt: skip
-MEMORY = (  # heading, whose peak, over whose
-    ("peak memory", ("doubleback eager", "doubleback one-shot"), "plain"),
-    ("… compiled", ("doubleback compiled", "doubleback one-shot compiled"), "plain compiled"),
-)
+HEADS = {
+    "stock": "stock autograd", "stock channels-last": "stock, channels-last",
+    "patched": "`db.patch()`", "doubleback": "**`Penalised`**", "accumulate": "**`accumulate`**",
+    "doubleback graphed": "**`Penalised`**", "accumulate graphed": "**`accumulate`**",
+    "doubleback compiled": "**`Penalised`**", "accumulate compiled": "**`accumulate`**",
+    "doubleback compiled graphed": "**`Penalised`**",
+    "accumulate compiled graphed": "**`accumulate`**",
+}  # fmt: skip
 
 
-def cell(row: dict[str, Any] | None, ratio: str | None) -> str:
-    """'5.27 (1.88×)'; '–' where a method was not run, 'fails' where it raised.
+def ran(row: Row, method: str) -> Row | None:
+    column = row["columns"].get(method)
+    return column if column and column.get("ms") is not None else None
 
-    >>> cell({"ms": 5.274, "error": None, "suspect": False, "r": 1.884}, "r")
-    '5.27 (1.88×)'
+
+def fastest(row: Row, names: Sequence[str]) -> Row | None:
+    found = [column for name in names if (column := ran(row, name))]
+    return min(found, key=lambda column: column["ms"]) if found else None
+
+
+def price(column: Row | None) -> str:
+    """'2.03 ± 0.04', the spread being that of the step's own time; '–' where it was not run.
+
+    >>> price({"ms": 10.0, "ms_spread": 0.5, "price": 2.0}), price(None)
+    ('2.00 ± 0.10', '–')
     """
-    error = (row or {}).get("error") or ""
-    if row is None or error.startswith(("not run", "ended at its limit")):
+    if column is None or column.get("price") is None:
         return "–"
-    if row["error"] or row["ms"] is None:
-        return "fails"
-    text = f"{row['ms']:.2f}" + ("†" if row["suspect"] else "")
-    return f"{text} ({row[ratio]:.2f}×)" if ratio and row[ratio] else text
+    spread = column["price"] * column["ms_spread"] / column["ms"]
+    return f"{column['price']:.2f} ± {spread:.2f}" if spread >= 0.005 else f"{column['price']:.2f}"
 
 
-def table(results: list[dict[str, Any]]) -> Iterable[str]:
-    """One line per network and dtype; columns that no network filled are left out."""
-    found = {(row["net"], row["dtype"], row["method"]): row for row in results}
-    nets = list(dict.fromkeys(row["net"] for row in results))
-    cases = sorted(
-        {(row["net"], row["dtype"], row["batch"]) for row in results},
-        key=lambda case: (nets.index(case[0]), case[1] != "float32"),
-    )
-    body = {
-        case: [cell(found.get((*case[:2], method)), ratio) for _, method, ratio in COLUMNS]
-        for case in cases
-    }
-    for case, cells in body.items():
-        rows = {method: row for (*of, method), row in found.items() if tuple(of) == case[:2]}
-        cells += [peak([rows.get(m) for m in ours], rows.get(plain)) for _, ours, plain in MEMORY]
-    headings = [heading for heading, *_ in (*COLUMNS, *MEMORY)]
-    used = [i for i in range(len(headings)) if any(cells[i] != "–" for cells in body.values())]
-    yield " | ".join(["| network, batch", *(headings[i] for i in used)]) + " |"
-    yield "| --- " + "| ---: " * len(used) + "|"
-    for (net, dtype, batch), cells in body.items():
-        yield " | ".join([f"| {net} {dtype}, {batch}", *(cells[i] for i in used)]) + " |"
+def error(row: Row, names: Iterable[str]) -> str:
+    found = [c["gradient_error"] for n in names if (c := ran(row, n)) and c.get("gradient_error")]
+    return f"{max(found):.0e}" if found else "–"
 
 
-def peak(ours: list[dict[str, Any] | None], plain: dict[str, Any] | None) -> str:
-    """The first memory there is of ours, over plain's.
+def memory(row: Row, names: Sequence[str]) -> str:
+    column = next((c for n in names if (c := ran(row, n)) and c.get("memory_price")), None)
+    return "–" if column is None else f"{column['memory_price']:.2f}"
 
-    >>> peak([None, {"peak_mib": 3.0}], {"peak_mib": 2.0}), peak([None], {"peak_mib": 2.0})
-    ('1.50×', '–')
-    """
-    above = next((row["peak_mib"] for row in ours if row and row.get("peak_mib")), None)
-    below = (plain or {}).get("peak_mib")
-    return f"{above / below:.2f}×" if above and below else "–"
+
+def label(row: Row) -> str:
+    return f"{NAMES.get(row['net'], row['net'])} {row['dtype']}, {row['batch']}"
+
+
+def markdown(heads: Sequence[str], lines: Iterable[Sequence[str]]) -> list[str]:
+    return [
+        "| " + " | ".join(heads) + " |",
+        "| --- " + "| ---: " * (len(heads) - 1) + "|",
+        *("| " + " | ".join(line) + " |" for line in lines),
+    ]
+
+
+def versions(document: Row) -> str:
+    known = ", ".join(f"{n} {v}" for n, v in document["versions"].items() if v)
+    small = ", reduced sizes" if document["small"] else ""
+    return f"**{document['hardware']}**{small} ({known}; {document['date'][:10]})."
 
 
 def section(path: Path) -> str:
+    """All launch kinds of one run."""
     document = json.loads(path.read_text(encoding="utf-8"))
-    rows = document["results"]
-    versions = ", ".join(f"{name} {value}" for name, value in document["versions"].items() if value)
-    sizes = ", reduced sizes" if document["small"] else ""
-    memory = ""
-    if any(row.get("peak_mib") for row in rows):
-        memory = " Peak memory is doubleback's over the plain step's, both eager or both compiled."
-    lines = [
-        f"**{document['hardware']}**{sizes} ({versions}; {document['date'][:10]}). Milliseconds of "
-        "one training step; in brackets, times the plain step (the compiled plain step for "
-        "compiled methods), always of one run." + memory,
-        "",
-        *table(rows),
-        "",
-    ]
-    if any(row["suspect"] for row in rows):
-        lines += ["† further from the exact gradient than rounding explains.", ""]
+    lines = [versions(document), ""]
+    for heading, methods, plain in KINDS:
+        used = [m for m in methods if any(ran(row, m) for row in document["rows"])]
+        rows = [row for row in document["rows"] if fastest(row, plain)]
+        if not used or not rows:
+            continue
+        has_memory = any(memory(row, used) != "–" for row in rows)
+        body = []
+        for row in rows:
+            best = fastest(row, plain)
+            assert best is not None
+            cells = [label(row), f"{best['ms']:.2f} ms"]
+            cells += [price(ran(row, m)) for m in used]
+            cells += [error(row, [m for m in used if m in HEADS and "**" in HEADS[m]])]
+            cells += [error(row, ["stock"])] if "stock" in used else []
+            cells += [memory(row, used[::-1])] if has_memory else []
+            body.append(cells)
+        heads = ["network, batch", "plain", *(HEADS.get(m, m) for m in used), "gradient error"]
+        heads += ["… of stock"] if "stock" in used else []
+        heads += ["memory"] if has_memory else []
+        lines += [f"**{heading[0].upper()}{heading[1:]}**", "", *markdown(heads, body), ""]
     name = path.relative_to(ROOT).as_posix()
-    lines += [f"From [{name}](../{name}), which names the commands.", ""]
+    lines += [f"From [{name}](../{name}): `{document['command']}`.", ""]
     return "\n".join(lines)
 
 
+SHORT = (
+    ("stock autograd", ("stock", "stock channels-last")),
+    ("**`db.Penalised`**", ("doubleback",)),
+    ("**… as CUDA graphs**", ("doubleback graphed", "accumulate graphed")),
+    ("**… compiled too**", ("accumulate compiled graphed",)),
+)
+
+
 def short(path: Path) -> str:
-    """The README's table: prices in plain steps of the same run, no row left out for its result."""
+    """The README's table: every network of the run, the worst included."""
     document = json.loads(path.read_text(encoding="utf-8"))
-    found = {(row["net"], row["dtype"], row["method"]): row for row in document["results"]}
-    lines = [
-        "| network, batch | plain | " + " | ".join(heading for heading, _ in SHORT) + " |",
-        "| --- " + "| ---: " * (len(SHORT) + 1) + "|",
+    lines = []
+    for row in document["rows"]:
+        best = fastest(row, KINDS[0][2])
+        if best is None:
+            continue
+        prices = [price(fastest(row, methods)) for _, methods in SHORT]
+        cells = [label(row), f"{best['ms']:.1f} ms", *prices, memory(row, ("doubleback",))]
+        lines.append(cells)
+    heads = ["network, batch", "plain step", *(heading for heading, _ in SHORT), "memory"]
+    about = (
+        f"{document['hardware']}, torch {document['versions']['torch']}, {document['date'][:10]}"
+    )
+    told = f"{about}. Compiled prices are those of `accumulate`; memory is `Penalised`'s, eager."
+    return "\n".join([*markdown(heads, lines[:8]), "", told, ""])
+
+
+# ------------------------------------------------------------------------------------- chart
+
+
+def chart(path: Path) -> str:
+    """Prices as bars on a logarithmic axis, for light and dark pages."""
+    document = json.loads(path.read_text(encoding="utf-8"))
+    series = (
+        ("stock", "stock autograd", ("stock", "stock channels-last")),
+        ("ours", "db.Penalised", ("doubleback",)),
+        ("best", "compiled, as CUDA graphs", ("doubleback compiled graphed",
+                                               "accumulate compiled graphed")),
+    )  # fmt: skip
+    rows = [row for row in document["rows"] if fastest(row, KINDS[0][2])]
+    left, wide, bar, gap = 215, 430, 11, 16
+    step = len(series) * bar + gap
+    height = len(rows) * step + 74
+    most = max(
+        (c["price"] for row in rows for _, _, names in series if (c := fastest(row, names))
+         and c.get("price")), default=2.0,
+    )  # fmt: skip
+    scale = wide / math.log(most * 1.05)
+
+    def at(value: float) -> float:
+        return left + scale * math.log(max(value, 1.0))
+
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {left + wide + 70} {height}" '
+        'font-family="system-ui, sans-serif" font-size="13">',
+        "<style>text{fill:#24292f}.axis{stroke:#8c959f;stroke-width:.6}.two{stroke:#24292f;"
+        "stroke-dasharray:3 3}.stock{fill:#b9c0c8}.ours{fill:#2f81f7}.best{fill:#0b4f9e}"
+        "@media(prefers-color-scheme:dark){text{fill:#e6edf3}.axis{stroke:#6e7681}"
+        ".two{stroke:#e6edf3}.stock{fill:#57606a}.ours{fill:#58a6ff}.best{fill:#a5d6ff}}</style>",
     ]
-    for net, dtype in SHORT_ROWS:
-        rows = {method: row for (*of, method), row in found.items() if of == [net, dtype]}
-        if rows:
-            plain = rows["plain"]
-            cells = [price(rows, methods) for _, methods in SHORT[:-1]]
-            cells.append(peak([rows.get(m) for m in MEMORY[0][1]], plain))
-            first = f"| {net} {dtype}, {plain['batch']} | {plain['ms']:.1f} ms | "
-            lines.append(first + " | ".join(cells) + " |")
-    torch = document["versions"]["torch"]
-    hardware = f"{document['hardware']}, torch {torch}, {document['date'][:10]}"
-    return "\n".join([*lines, "", f"{hardware}; memory over the plain step's. {highlights()}"])
-
-
-def price(rows: dict[str, dict[str, Any]], methods: Iterable[str]) -> str:
-    """Plain steps that the first of these methods takes, where it ran.
-
-    >>> price({"a": {"error": None, EAGER: 2.26}}, ["b", "a"]), price({}, ["a"])
-    ('2.3×', '–')
-    """
-    for row in (rows[method] for method in methods if method in rows):
-        if not row["error"] and row[EAGER]:
-            return f"{row[EAGER]:.1f}×"
-    return "–"
-
-
-def highlights() -> str:
-    """What the patch and Jacobian penalties gain, in two sentences."""
-    patched, jacobian = (
-        json.loads((RESULTS / f"{name}-h200.json").read_text(encoding="utf-8"))["results"]
-        for name in ("patch", "jacobian")
+    bottom = height - 46
+    for tick in (1, 2, 5, 10, 20, 50):
+        if tick <= most * 1.05:
+            kind = "two" if tick == 2 else "axis"
+            parts.append(
+                f'<line class="{kind}" x1="{at(tick):.1f}" x2="{at(tick):.1f}" y1="8" '
+                f'y2="{bottom}"/><text x="{at(tick):.1f}" y="{bottom + 15}" '
+                f'text-anchor="middle">{tick}</text>'
+            )
+    for i, row in enumerate(rows):
+        top = 12 + i * step
+        parts.append(
+            f'<text x="{left - 10}" y="{top + len(series) * bar / 2 + 4:.1f}" '
+            f'text-anchor="end">{NAMES.get(row["net"], row["net"])} {row["dtype"]}</text>'
+        )
+        for k, (kind, _, names) in enumerate(series):
+            column = fastest(row, names)
+            if column is None or not column.get("price"):
+                continue
+            y = top + k * bar
+            width = max(1.0, at(column["price"]) - left)
+            parts.append(
+                f'<rect class="{kind}" x="{left}" y="{y}" width="{width:.1f}" '
+                f'height="{bar - 1}"/><text x="{left + width + 5:.1f}" y="{y + bar - 2}" '
+                f'font-size="10">{column["price"]:.1f}</text>'
+            )
+    x = left
+    for kind, name, _ in series:
+        parts.append(
+            f'<rect class="{kind}" x="{x}" y="{height - 17}" width="11" height="11"/>'
+            f'<text x="{x + 16}" y="{height - 7}">{name}</text>'
+        )
+        x += 34 + 7 * len(name)
+    parts.append(
+        f'<text x="10" y="{height - 7}" font-size="12">plain steps of the same kind</text></svg>'
     )
-    prices = {
-        f"{row['net']} {row['dtype']}": (row["price_stock"], row["price_patched"])
-        for row in patched
-        if row.get("price_stock") and row.get("price_patched")
-    }
-    chosen = ("mobilenetv2 float32", "resnet50 bf16", "convnext-t float32", "stylegan2-r1 bf16")
-    steps = ", ".join(f"{prices[n][1]:.1f} instead of {prices[n][0]:.1f} ({n})" for n in chosen)
-    rows = next(r["rows"] for r in jacobian if (r["net"], r["dtype"]) == ("conv", "float32"))
-    names = ("doubleback", "doubleback chunk 1", "JAX jit Jacobian", "stock loop")
-    ours, one, jax, stock = (
-        f"{rows[name]['ms']:.0f} ms and {rows[name]['peak_mib'] / 1024:.1f} GiB" for name in names
-    )
-    return (
-        f"On an H200, a gradient penalty by `create_graph=True` under `db.patch()` costs, in "
-        f"plain steps, {steps}. The exact Jacobian penalty of the conv network (float32, ten "
-        f"outputs) takes {ours}, with one output at a time {one}; JAX {jax}, stock PyTorch "
-        f"{stock}.\n"
-    )
+    return "\n".join(parts) + "\n"
 
 
 def rewritten(page: str, tables: str) -> str:
@@ -194,19 +256,25 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Write the measured tables of training steps.")
     parser.add_argument("--check", action="store_true", help="change nothing, exit with 1 if stale")
     arguments = parser.parse_args()
-    # GPUs first: engine-cpu.json is the appendix.
-    paths = sorted(RESULTS.glob("engine-*.json"), key=lambda path: ("cpu" in path.stem, path.stem))
+    # GPUs first, bf16 before float32: the others are appendices
+    paths = sorted(
+        RESULTS.glob("engine-*.json"),
+        key=lambda path: ("cpu" in path.stem, "float32" in path.stem, path.stem),
+    )
     if not paths:
         print(f"no engine-*.json under {RESULTS.relative_to(ROOT)}: make bench", file=sys.stderr)
         return 0 if arguments.check else 1
+    readme, book = ROOT / "README.md", ROOT / "docs" / "benchmarks.md"
     pages = {
-        ROOT / "README.md": short(paths[0]),
-        ROOT / "docs" / "benchmarks.md": "\n".join(section(path) for path in paths),
+        readme: rewritten(readme.read_text(encoding="utf-8"), short(paths[0])),
+        book: rewritten(
+            book.read_text(encoding="utf-8"), "\n".join(section(path) for path in paths)
+        ),
+        ROOT / "docs" / "pictures" / "prices.svg": chart(paths[0]),
     }
     stale = False
-    for page, tables in pages.items():
-        old = page.read_text(encoding="utf-8")
-        new = rewritten(old, tables)
+    for page, new in pages.items():
+        old = page.read_text(encoding="utf-8") if page.exists() else ""
         stale |= new != old
         if not arguments.check:
             page.write_text(new, encoding="utf-8")

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 import doubleback as db
 import measuring
-from doubleback.cli.digits import Digits
+from doubleback.cli.experiment import Images
 from measuring import hardware, versions
 
 ROOT = Path(__file__).parents[1]
@@ -168,7 +168,7 @@ def removed(step: Tensor, noise: Tensor) -> float:
 
 
 def critics(seeds: int) -> dict:
-    digits = Digits.load(0)
+    digits = Images.load("digits", 0, torch.device("cpu"))
     rows = []
     for name, space in CRITICS.items():
         for seed in range(seeds):

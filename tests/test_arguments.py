@@ -405,3 +405,9 @@ def test_transforms_of_torch_func_are_refused_and_leave_nothing_behind():
     doubled = {name: 2 * p.detach() for name, p in parameters.items()}
     with torch.no_grad():
         assert penalty(doubled) != penalty(parameters)
+
+
+def test_without_labels_it_is_said_how_to_evaluate():
+    model = db.Penalised(nn.Linear(6, 3), db.LossGradient("cross_entropy")).eval()
+    with pytest.raises(db.InputError, match=r"model\.net\(x\)"):
+        model(torch.randn(4, 6))

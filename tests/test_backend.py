@@ -20,6 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 import doubleback as db
+from support.gpu import needs_gpu
 
 # Dynamo looks at it itself where a region is given another's output, and says so to itself alone.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
@@ -169,7 +170,21 @@ def normed(h, _):
     return F.layer_norm(h, (6,)) * F.softmax(h, 1)
 
 
+def constants(h, _):
+    return h * torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 6.0]) + torch.arange(6)
+
+
+def transformed(h, net):
+    weight = net.first.weight[:, 0]
+    return torch.func.vmap(torch.func.grad(lambda z: (z.sin() * weight).sum().square()))(h)
+
+
+def complex_numbers(h, _):
+    return torch.view_as_real(torch.polar(h.exp(), h)[:, :3]).flatten(1)
+
+
 BETWEEN = [
+    constants, transformed, complex_numbers,
     split, branch, in_place, partly_off, checkpointed, own_function, embedded, normed,
 ]  # fmt: skip
 
@@ -604,11 +619,11 @@ def drawn_by_weight(h, _):
     return h * torch.multinomial(torch.ones(4), 6, replacement=True).to(h)
 
 
-def differences(fast, net, compiler="eager"):
+def differences(fast, net):
     """The gradient of a penalty against differences, each value with the same draw."""
     weight = net.first.weight
     for seed in range(3):
-        x = torch.randn(6, 4, requires_grad=True)
+        x = torch.randn(6, 4, device=weight.device, requires_grad=True)
 
         def loss(seed=seed, x=x):
             torch.manual_seed(seed)
@@ -684,6 +699,14 @@ def test_second_derivatives_that_cannot_be_traced(monkeypatch):
     with pytest.warns(db.CaptureWarning, match="aten::exotic is not implemented$") as seen:
         against_eager(mlp())
     assert len([w for w in seen if w.category is db.CaptureWarning]) == 1
+
+
+def test_branches_in_the_graph():
+    def between(h, _):
+        return torch.cond(h.sum() > 0, lambda z: z.sin(), lambda z: z.cos(), (h,))
+
+    with pytest.warns(db.CaptureWarning, match=r"torch\.cond"):
+        against_eager(Net(between))
 
 
 class Hidden(torch.autograd.Function):
@@ -791,3 +814,49 @@ def test_inductor_with_sizes_that_change(made):
 def test_inductor_with_random_numbers():
     net = Net(lambda h, _: noise(dropout(h, _), _))
     differences(compiled(net, "inductor"), net)
+
+
+# -------------------------------------------------------------------------------- a GPU
+
+
+@needs_gpu
+@pytest.mark.parametrize("compiler", ["eager", "inductor"])
+def test_on_a_gpu(compiler, made):
+    net = nn.Sequential(
+        nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4), nn.SiLU(), nn.MaxPool2d(2), nn.Flatten(),
+        nn.Linear(64, 3),
+    ).cuda()  # fmt: skip
+
+    def run(fn, x, parameters):
+        out = fn(x)
+        (g,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+        loss = g.square().sum() + out.sum()
+        return [loss, *torch.autograd.grad(loss, [x, *parameters])]
+
+    against_eager(net, lambda: torch.randn(3, 2, 8, 8, device="cuda"), 3, compiler, run)
+    assert made
+
+
+@needs_gpu
+@pytest.mark.parametrize("compiler", ["eager", "inductor"])
+def test_random_numbers_on_a_gpu(compiler, made):
+    net = Net(lambda h, _: dropout(h, _) * (1 + 0.5 * torch.randn_like(h))).cuda()
+    differences(compiled(net, compiler), net)
+    assert made
+
+
+@needs_gpu
+def test_fused_attention_on_a_gpu(made):
+    def between(h, _):
+        q = h.reshape(2, -1, 2, 16).transpose(1, 2)
+        return F.scaled_dot_product_attention(q, q.sin(), q.cos()).transpose(1, 2).reshape(-1, 32)
+
+    torch.set_default_dtype(torch.float32)
+    net = nn.Sequential(nn.Linear(4, 32), nn.Tanh()).cuda()
+    fast = compiled(lambda x: between(net(x), None), "inductor")
+    for _ in range(3):
+        x = torch.randn(32, 4, device="cuda", requires_grad=True)
+        with sdpa_kernel(SDPBackend.MATH):
+            wanted = penalty(lambda x: between(net(x), None), x, trained(net))
+        assert_same(penalty(fast, x, trained(net)), wanted, 1e-4)
+    assert made

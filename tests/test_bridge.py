@@ -592,3 +592,26 @@ def test_jacobians_of_no_examples(penalty):
     assert out.shape == (0, 3) and value == 0
     _, _, again = model.accumulate(X[:0], Y[:0], loss=lambda out, y: out.sum(1))
     assert again == 0
+
+
+@pytest.mark.parametrize("flatten_after", [None, 0])
+def test_what_backward_does_not_read_may_change_before_it(flatten_after):
+    """As on autograd: the last bias is in no derivative."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    model = db.Penalised(net, db.OutputGradient(0), flatten_after=flatten_after)
+    x, grads = torch.randn(4, 6), []
+    for change in (0.0, 1.0):
+        net.zero_grad()
+        out, penalty = model(x)
+        with torch.no_grad():
+            net[2].bias.add_(change)
+        (out.sum() + penalty).backward()
+        grads.append([p.grad.clone() for p in net.parameters()])
+    for a, b in zip(*grads, strict=True):
+        torch.testing.assert_close(a, b)
+    out, penalty = model(x)
+    with torch.no_grad():
+        net[2].weight.add_(1.0)
+    with pytest.raises(db.StaleGraphError):
+        (out.sum() + penalty).backward()

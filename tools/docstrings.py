@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-import griffe
+import griffe  # pyright: ignore[reportMissingImports]  (comes with [docs])
 
 ARGUMENT = re.compile(r"^((?:[a-z_]\w*)(?:, [a-z_]\w*)*): (?=\S)")
 OUTPUT = re.compile(r"^\S")

@@ -274,7 +274,8 @@ def report(found: dict[str, list[Found]], updates: int) -> common.Report:
     )
     made.notes.append(
         f"a mode counts from {SHARE:g} of its due samples within {REACHED}σ on; by a laxer rule "
-        "that was tried first, 0.25 within 4σ, a ring without modes has all, and so had each penalty"
+        "that was tried first, 0.25 within 4σ, a ring without modes has all, and so had each "
+        "penalty"
     )
     made.notes.append(
         f"the learning rate, {RATE}, was chosen so that training without a penalty goes wrong "

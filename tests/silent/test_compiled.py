@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+import doubleback as db
 from support.stock import numbers, pair, same_training
 
 compiled = pytest.mark.skipif(
@@ -108,3 +109,29 @@ def test_no_writer_is_handed_an_expanded_base(how):
         out, penalty = model(x)
         (out.sum() + penalty).backward()
     assert watch.seen
+
+
+class PickedAndFilled(nn.Module):
+    """Found by the fuzzer: a permuted row, its norm, and an index_fill beside it."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.head = nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x):
+        a = self.layer(x)[:, torch.tensor([3, 1, 0, 5, 4, 2])]
+        scaled = a / (1 + a.norm(3, 1, keepdim=True))
+        return self.head((scaled + a.index_fill(1, torch.tensor([1]), 0.4) * a).tanh())
+
+
+@compiled
+@pytest.mark.xfail(
+    strict=True,
+    raises=AssertionError,
+    reason="the compiled graph's output is wrong; cause not found",
+)
+def test_a_row_that_is_picked_from_and_filled():
+    torch.manual_seed(3)
+    net, x = PickedAndFilled().double(), torch.randn(3, 6, dtype=torch.float64)
+    out, _ = db.Penalised(net, db.OutputGradient(0), compile=True)(x)
+    torch.testing.assert_close(out, net(x), rtol=1e-12, atol=1e-12)

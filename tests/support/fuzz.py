@@ -398,7 +398,7 @@ class Runner:
         torch.manual_seed(step.seed)
         if case.path in ("patch", "backend"):
             with db.patched():
-                out, penalty = stock(self.model or net, step)
+                out, penalty = stock(net if self.model is None else self.model, step)
                 total(step, out, penalty).backward()
         elif case.path == "accumulate":
             extras = step.spec.extras
@@ -471,6 +471,13 @@ def precision(case: Case) -> Any:
     return contextlib.nullcontext()
 
 
+def eager_numbers() -> Any:
+    """Compiled code draws the random numbers of uncompiled code."""
+    from torch._inductor import config
+
+    return config.patch(fallback_random=True)
+
+
 def run(case: Case) -> Verdict:
     """All steps of a case against the oracle."""
     case = settled(case)
@@ -520,11 +527,13 @@ def _run(case: Case, verdict: Verdict) -> None:
             return
         optimiser.zero_grad()
         try:
-            with default_dtype(dtype), precision(case):
+            with default_dtype(dtype), precision(case), eager_numbers():
                 got = runner(step)
         except Exception as error:
             first = (str(error).strip() or "nothing").splitlines()[0]
             verdict.kind, verdict.detail = "raises", f"{type(error).__name__}: {first}"
+            if case.dtype != "float64" and stock_raises(case, net, start, step):
+                verdict.kind = "stock raises"
             return
         try:
             errors = oracle.compare(got, truth, max(FLOOR, LIMIT[case.dtype]) if (
@@ -543,6 +552,18 @@ def _run(case: Case, verdict: Verdict) -> None:
             verdict.kind = "unstable"
             return
         optimiser.step()
+
+
+def stock_raises(case: Case, net: Program, start: dict, step: Step) -> bool:
+    """Whether stock autograd cannot take this step in the case's dtype either."""
+    other = copy.deepcopy(net)
+    other.load_state_dict(start)
+    with default_dtype(torch.float32), precision(case):
+        try:
+            truth_of(other, step.fresh())
+        except Exception:
+            return True
+    return False
 
 
 def follow(twin: Program, net: Program) -> None:

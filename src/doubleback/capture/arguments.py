@@ -183,6 +183,12 @@ class _Places:
         if key in kwargs:
             return kwargs[str(key)]
         here = [*names[: len(own)], *kwargs]
+        if self.extras and not here:
+            raise InputError(
+                f"the penalty takes the last {self.extras} positional argument(s) (labels, targets "
+                "or directions), and nothing is left for the network: model(x, y). For the "
+                "network's output alone, as in evaluation, call model.net(x)"
+            )
         raise InputError(
             f"wrt={key!r} names no argument of this call; it has {here or 'none'}"
             f"{_nearest(key, [*names, *kwargs])}"

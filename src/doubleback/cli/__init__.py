@@ -1,4 +1,4 @@
-"""The command line: ``doubleback demo``, ``bench``, ``doctor``, ``check``, ``explain``,
+"""The command line: ``doubleback demo``, ``train``, ``bench``, ``doctor``, ``check``, ``explain``,
 ``landscape``, ``completion``; also ``python -m doubleback``.
 
 Exit status: 0 for success, 1 when ``check`` finds a wrong gradient and only then, 2 for what
@@ -175,7 +175,7 @@ def _add_demo(parser: argparse.ArgumentParser) -> None:
         "--weight", type=_weight, metavar="λ", help="of every penalty; default: one for each"
     )
     parser.add_argument(
-        "--epochs", type=_count, metavar="N", help="default: 20 for the digits, 1 for --data"
+        "--epochs", type=_count, metavar="N", help="default: 16 for the digits, 1 for --data"
     )
     parser.add_argument(
         "--data", default="digits", metavar="SOURCE", help="digits (default) or mnist-idx:FOLDER"
@@ -184,7 +184,7 @@ def _add_demo(parser: argparse.ArgumentParser) -> None:
         "--compile", action="store_true", help="compile the sweeps too (slow start)"
     )
     parser.add_argument(
-        "--seconds", type=_weight, default=6.0, metavar="T", help="for each penalty's timing"
+        "--seconds", type=_weight, default=5.0, metavar="T", help="for each penalty's timing"
     )
     parser.add_argument(
         "--out", default="demo", metavar="FOLDER", help="for the report, default: %(default)s"
@@ -213,6 +213,45 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
         "--compile", action="store_true", help="compile the sweeps too (slow start)"
     )
     _add_common(parser)
+
+
+def _add_train(parser: argparse.ArgumentParser) -> None:
+    """No defaults here: a TOML file may give what no flag does."""
+    parser.add_argument("config", nargs="?", metavar="FILE.toml", help="keys as the options below")
+    for option, metavar, told in (
+        ("--model", "package.module:factory", "returns the net, or a doubleback.Penalised"),
+        ("--data", "package.module:factory", "returns a data set of (x, y), or (training, test)"),
+        ("--out", "FOLDER", "for checkpoints, metrics and the trained net"),
+        ("--output", "KEY", "which output, when the net returns a tuple or a dict"),
+        ("--device", "D", "cpu (default), cuda, …"),
+    ):
+        parser.add_argument(option, metavar=metavar, help=told)
+    _choice(parser, "--penalty", [n for n in PENALTIES if n != "bilinear-form"], "as for check")
+    _choice(parser, "--loss", LOSSES, f"default: {LOSSES[0]}")
+    _choice(parser, "--norm", NORMS, f"of the gradient, default: {NORMS[0]}")
+    _choice(parser, "--of", ("output", "softmax"), "of jacobian, default: output")
+    _choice(parser, "--optimiser", ("adam", "adamw", "sgd"), "default: adam")
+    _choice(parser, "--schedule", ("constant", "cosine"), "of the learning rate; default: constant")
+    _choice(parser, "--wrap", ("ddp", "fsdp2"), "under torchrun, default: ddp")
+    for option, kind, metavar, told in (
+        ("--weight", _weight, "λ", "of the penalty, default: 0.1"),
+        ("--lr", _weight, "R", "learning rate, default: 0.001"),
+        ("--weight-decay", _weight, "D", "default: 0"),
+        ("--momentum", _weight, "M", "of sgd, default: 0"),
+        ("--epochs", _count, "N", "default: 10"),
+        ("--batch", _count, "B", "of all processes together, default: 64"),
+        ("--index", int, "I", "output node of output-gradient and gradient-match"),
+        ("--projections", _count, "N", "of jacobian: estimate"),
+        ("--chunk", _count, "C", "of jacobian: seeds at a time"),
+        ("--iterations", _count, "K", "of spectral-norm, default: 5"),
+        ("--seed", int, "S", "default: 0"),
+        ("--checkpoint-every", _count, "N", "steps, default: 100"),
+        ("--log-every", _count, "N", "steps, default: 10"),
+        ("--keep", _count, "N", "checkpoints, default: 2"),
+    ):
+        parser.add_argument(option, type=kind, metavar=metavar, help=told)
+    parser.add_argument("--tensorboard", action="store_true", default=None, help="write events too")
+    parser.add_argument("--resume", action="store_true", help="go on from the latest checkpoint")
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:
@@ -288,6 +327,8 @@ def _add_model(parser: argparse.ArgumentParser, shape_required: bool = True) -> 
 COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None], str]] = {
     "demo": ("demo:run", _add_demo, "train on handwritten digits with and without penalties, "
              "compare, write a report"),
+    "train": ("train:run", _add_train, "train a net of your own with a penalty: checkpoints, "
+              "resume, several processes under torchrun"),
     "bench": ("commands:bench", _add_bench, "what a penalised step costs on this machine, by "
               "stock autograd and by doubleback, in two minutes"),
     "doctor": ("commands:doctor", _add_doctor, "versions, devices, what the patch replaces here, "

@@ -1,5 +1,5 @@
-"""The commands but ``demo``: ``check``, ``explain``, ``landscape``, ``bench``, ``doctor``,
-``completion``."""
+"""The commands but ``demo`` and ``train``: ``check``, ``explain``, ``landscape``, ``bench``,
+``doctor``, ``completion``."""
 
 from __future__ import annotations
 
@@ -256,7 +256,12 @@ def doctor(arguments: argparse.Namespace) -> int:
     return 0
 
 
-EXTRAS = {"cli": ("rich",), "demo": ("rich", "sklearn"), "plots": ("matplotlib",)}
+EXTRAS = {
+    "cli": ("rich",),
+    "demo": ("rich", "sklearn"),
+    "plots": ("matplotlib",),
+    "train": ("safetensors", "tensorboard"),
+}
 
 
 def _versions() -> dict[str, str | None]:

@@ -9,12 +9,13 @@ import importlib
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import doubleback as db
-from doubleback.cli import UsageError, nearest
+from doubleback.cli import LOSSES, UsageError, nearest
 from doubleback.penalties import BinaryCrossEntropy, CrossEntropy, Loss, SquaredError
 
 NORMS = {"squared": db.SquaredNorm, "norm": db.Norm, "deviation": db.Deviation}
@@ -63,10 +64,10 @@ def folder(name: str) -> Path:
 
 def module(name: str) -> nn.Module:
     """The net that ``package.module:factory`` returns, or is."""
-    return _call(_find(name), name)
+    return _call(factory(name), name)
 
 
-def _find(name: str) -> Callable[[], object]:
+def factory(name: str) -> Callable[[], object]:
     """``package.module:factory``, with the current directory importable."""
     module_name, _, attribute = name.partition(":")
     if not module_name or not attribute:
@@ -88,8 +89,8 @@ def _find(name: str) -> Callable[[], object]:
     return found
 
 
-def _call(factory: Callable[[], object], name: str) -> nn.Module:
-    net = factory if isinstance(factory, nn.Module) else factory()
+def _call(made: Callable[[], object], name: str) -> nn.Module:
+    net = made if isinstance(made, nn.Module) else made()
     if not isinstance(net, nn.Module):
         raise UsageError(f"{name!r} returned a {type(net).__name__}, not a torch.nn.Module")
     return net
@@ -103,25 +104,35 @@ def _penalised(net: nn.Module, arguments: argparse.Namespace) -> db.Penalised:
                     f"--{option} has no meaning here: the factory returns a Penalised already"
                 )
         return net
-    key = arguments.output
-    output = int(key) if key is not None and key.lstrip("-").isdecimal() else key
-    return db.Penalised(net, _penalty(arguments), output=output)
+    return db.Penalised(net, penalty(arguments), output=key(arguments.output))
 
 
-def _penalty(arguments: argparse.Namespace):
-    """The penalty named on the command line; an option it does not take is an error."""
+def key(text: str | None) -> str | int | None:
+    """What --output names: an index or a key."""
+    return int(text) if text is not None and text.lstrip("-").isdecimal() else text
+
+
+TAKEN = {  # which options a penalty takes
+    "loss-gradient": ("loss", "norm"),
+    "output-gradient": ("index", "norm"),
+    "gradient-match": ("index", "norm"),
+    "bilinear-form": (),
+    "jacobian": ("of", "projections", "chunk"),
+    "spectral-norm": ("iterations",),
+}
+
+
+def penalty(arguments: argparse.Namespace, steady: bool = False) -> db.Penalty:
+    """The penalty named on the command line; an option it does not take is an error.
+
+    steady: without anything that it carries from call to call.
+    """
     name = arguments.penalty or "loss-gradient"
-    taken = {
-        "loss-gradient": ("loss", "norm"),
-        "output-gradient": ("index", "norm"),
-        "gradient-match": ("index", "norm"),
-        "bilinear-form": (),
-        "jacobian": ("of", "projections", "chunk"),
-        "spectral-norm": ("iterations",),
-    }[name]
     for option in OPTIONS:
-        if option not in taken and getattr(arguments, option) is not None:
+        if option not in TAKEN[name] and getattr(arguments, option) is not None:
             raise UsageError(f"--{option} has no meaning for --penalty {name}")
+    nearest("--norm", arguments.norm or "squared", NORMS)
+    nearest("--loss", arguments.loss or "cross_entropy", LOSSES)
     norm = NORMS[arguments.norm or "squared"]()
     if name == "loss-gradient":
         return db.LossGradient(arguments.loss or "cross_entropy", norm=norm)
@@ -132,22 +143,24 @@ def _penalty(arguments: argparse.Namespace):
     if name == "jacobian":
         return db.Jacobian(arguments.of or "output", arguments.projections, arguments.chunk)
     if name == "spectral-norm":
+        if steady:
+            return db.SpectralNorm(arguments.iterations or 5, warm_start=False)
         return db.SpectralNorm(arguments.iterations or 1)
     return db.BilinearForm()
 
 
 def _extras(model: db.Penalised, inputs: tuple[Tensor, ...], classes: int | None):
     """Random labels, targets or directions of the shapes that the penalty asks for."""
-    penalty, x = model.penalty, inputs[0]
-    if isinstance(penalty, db.LossGradient):
-        return (_labels(penalty.loss, _output(model, inputs), classes),)
-    if isinstance(penalty, db.GradientMatch):
+    asked, x = model.penalty, inputs[0]
+    if isinstance(asked, db.LossGradient):
+        return (_labels(asked.loss, _output(model, inputs), classes),)
+    if isinstance(asked, db.GradientMatch):
         return (torch.randn_like(x),)
-    if isinstance(penalty, db.BilinearForm):
+    if isinstance(asked, db.BilinearForm):
         return (torch.randn_like(_output(model, inputs)), torch.randn_like(x))
-    if getattr(penalty, "extras", 0):
+    if getattr(asked, "extras", 0):
         raise UsageError(
-            f"{type(penalty).__name__} takes {penalty.extras} extra arguments that cannot be made "
+            f"{type(asked).__name__} takes {asked.extras} extra arguments that cannot be made "
             "up here: call doubleback.check or explain from Python"
         )
     return ()
@@ -163,10 +176,17 @@ def _output(model: db.Penalised, inputs: tuple[Tensor, ...]) -> Tensor:
         raise UsageError(
             f"the net fails on inputs of shape {shapes}: {type(error).__name__}: {error}"
         ) from error
-    path = model.output if isinstance(model.output, tuple) else (model.output,)
-    for key in path:
-        if key is not None:
-            out = out[key]
+    return chosen(out, model.output)
+
+
+def chosen(out: Any, output: Any) -> Tensor:
+    """The penalised part of what a net returns."""
+    for part in output if isinstance(output, tuple) else (output,):
+        if part is not None:
+            try:
+                out = out[part]
+            except (KeyError, IndexError, TypeError) as error:
+                raise UsageError(f"--output {part}: the net returns no such thing") from error
     if not isinstance(out, Tensor):
         raise UsageError(f"the net returns a {type(out).__name__}: choose with --output")
     return out

@@ -114,8 +114,11 @@ class CompiledRegion:
         self._patched = False
         self._draw: Callable[..., Sequence[Tensor]] | None = None
         self._lock = threading.RLock()
+        self._examples: list[Any] = list(self.code.examples)
+        self._drawn_examples: list[Tensor] = []
         try:
-            self._look()
+            if self.code.obstacle is None:
+                self._look()
         except CaptureError as error:
             self._refuse(error)
             return
@@ -128,7 +131,8 @@ class CompiledRegion:
             self.first = compile_first(graph, given)
         for function in made:
             try:
-                self._look_at_writes(function.metadata.input_info)
+                if self.code.obstacle is None:
+                    self._look_at_writes(function.metadata.input_info)
             except CaptureError as error:
                 self._refuse(error)
                 return
@@ -137,6 +141,8 @@ class CompiledRegion:
     def _look(self) -> None:
         """What the region draws; raises where it cannot be drawn beforehand."""
         code = self.code
+        if code.branches:
+            raise CaptureError("torch.cond has no second derivative in a graph")
         mode = next((t.fake_mode for t in code.examples if isinstance(t, _torch.FakeTensor)), None)
         if mode is None:
             raise CaptureError("it is given no tensor")

@@ -40,6 +40,7 @@ class RegionCode:
         self.examples = [n.meta["example_value"] for n in placeholders]
         self.required = [isinstance(t, Tensor) and t.requires_grad for t in self.examples]
         self.obstacle = obstacle(self.module)
+        self.branches = any(n.target.name() == _COND for _, n in _on_functions(self.module))
         sizes = [(i, t) for i, t in enumerate(self.examples) if isinstance(t, torch.SymInt)]
         named = {t.node.expr: i for i, t in reversed(sizes) if not t.node.expr.is_number}
         self.open = sorted(named.values())  # of each open size, where it is given first
@@ -185,25 +186,34 @@ class _OnTape(_AsEager):
         return super().call_function(target, args, kwargs)
 
 
+_COND = "cond"  # which eager differentiates, and a trace does not
+
+
+def _on_functions(module: torch.nn.Module) -> Iterator[tuple[torch.fx.GraphModule, Any]]:
+    """Calls of operators on whole functions, and the graphs that they are in."""
+    for part in module.modules():
+        if isinstance(part, torch.fx.GraphModule):
+            for node in part.graph.nodes:
+                if isinstance(node.target, _torch.HigherOrderOperator):
+                    yield part, node
+
+
 def obstacle(module: torch.nn.Module) -> str | None:
     """An operator on whole functions whose second derivative is not to be had, in words."""
-    for part in module.modules():
-        if not isinstance(part, torch.fx.GraphModule):
+    for part, node in _on_functions(module):
+        name = node.target.name()
+        if name in (*THROUGH, _COND):
             continue
-        for node in part.graph.nodes:
-            target = node.target
-            if not isinstance(target, _torch.HigherOrderOperator) or target.name() in THROUGH:
-                continue
-            if target.name() != _APPLY:
-                return f"{target.name()} has no second derivative in a graph"
-            if node.kwargs.get("dirty_idx"):
-                return "an autograd.Function writes to its input (mark_dirty)"
-            body = getattr(part, str(node.args[1].target))
-            if any(_switches(n.meta.get("stack_trace")) for n in body.graph.nodes):
-                return (
-                    "the backward of an autograd.Function switches autograd off (no_grad, "
-                    "once_differentiable), which TorchDynamo does not tell"
-                )
+        if name != _APPLY:
+            return f"{name} has no second derivative in a graph"
+        if node.kwargs.get("dirty_idx"):
+            return "an autograd.Function writes to its input (mark_dirty)"
+        body = getattr(part, str(node.args[1].target))
+        if any(_switches(n.meta.get("stack_trace")) for n in body.graph.nodes):
+            return (
+                "the backward of an autograd.Function switches autograd off (no_grad, "
+                "once_differentiable), which TorchDynamo does not tell"
+            )
     return None
 
 
@@ -411,6 +421,7 @@ def _layout(inputs: Sequence[Any], results: Sequence[Any]) -> Layout:
     for i, t in enumerate(results):
         if isinstance(t, Tensor) and _memory(t) not in own:
             base = t._base if t._is_view() and t._base is not None else t
+            base = base if base.dtype is t.dtype else t
             known = bases.get(_memory(t))
             if known is None or (base.requires_grad and not known[1].requires_grad):
                 bases[_memory(t)] = i, base, base is not t

@@ -30,6 +30,8 @@ from ..run import boxed, clean, no_autocast
 from .randomness import is_random
 from .region import Layout, RegionCode, Stand, look, sizes_from
 
+aten = torch.ops.aten
+
 PASSES = ("forward", "backward", "tangent", "second", "first")
 
 
@@ -41,17 +43,17 @@ class Stage:
     """
 
     def __init__(
-        self, graph: torch.fx.Graph, results: Sequence[str | None], stand: Stand,
-        inductor: dict[str, Any] | None,
+        self, graph: torch.fx.Graph, constants: torch.nn.Module, results: Sequence[str | None],
+        stand: Stand, inductor: dict[str, Any] | None,
     ) -> None:  # fmt: skip
-        self.graph, self.results = graph, tuple(results)
+        self.graph, self.constants, self.results = graph, constants, tuple(results)
         self.stand, self.inductor = stand, inductor
         self.reads = [n.name for n in graph.nodes if n.op == "placeholder"]
         self.computes = [n.name for n in _results(graph)]
 
     @cached_property
     def run(self) -> Callable[[list], Sequence[Any]]:
-        module = torch.fx.GraphModule(torch.nn.Module(), self.graph)
+        module = torch.fx.GraphModule(self.constants, self.graph)
         if self.inductor is None:
             clean(module)
             return boxed(module)
@@ -190,6 +192,7 @@ class Stages:
         placeholders = [n for n in flat.graph.nodes if n.op == "placeholder"]
         for node, name in zip(placeholders, names, strict=True):
             node.target = node.name = name
+        self._constants = flat  # tensors that are part of the graph are its attributes
         flat.graph.eliminate_dead_code()
         graph = _torch.fx_graph_cse(flat.graph)
         found = _results(graph)
@@ -209,22 +212,20 @@ class Stages:
         def cut(
             graph: torch.fx.Graph, after: Sequence[str], before: Sequence[str], last: Sequence[str]
         ) -> tuple[torch.fx.Graph, torch.fx.Graph | None]:
-            return _cut_off(graph, after, list(dict.fromkeys(before)), last, inductor)
+            before = list(dict.fromkeys(before))
+            return _cut_off(graph, self._constants, after, before, last, inductor)
 
         def stage(graph: torch.fx.Graph | None, name: str) -> Stage | None:
             if graph is None:
                 return None
-            return Stage(graph, results[name], self.stand, self.inductor)
+            return Stage(graph, self._constants, results[name], self.stand, self.inductor)
 
-        early, off = cut(graph, self.names["only"], names["forward"], names["first"])
-        self.first = stage(off, "first")
-        held = [n.name for n in _results(early)]  # outputs, and what `first` reads
         late = [*self.names["last"], *(() if self.moving else self.names["across"])]
-        kept = [*held, *names["backward"], *names["tangent"]]
-        late_ones = {*_told_apart(graph, self.names["across"])[1]}
-        self.of_second_order = [name in late_ones for name in results["second"]]
+        kept = [*names["forward"], *names["backward"], *names["tangent"]]
         early, off = cut(graph, late, kept, names["second"])
         self.second = stage(off, "second")
+        of_second_order = {*_told_apart(graph, self.names["across"])[1]}
+        self.of_second_order = [name in of_second_order for name in results["second"]]
         self.tangent = None
         if self.moving:
             kept, last = _told_apart(early, self.names["across"])
@@ -233,6 +234,10 @@ class Stages:
         kept, last = _told_apart(early, self.names["along"])
         early, off = cut(early, self.names["along"], kept, last)
         self.backward = stage(off, "backward")
+        # what the others have forward keep is there for `first`, which adds what it lacks
+        kept = [n.name for n in _results(early)]
+        early, off = cut(graph, self.names["only"], kept, names["first"])
+        self.first = stage(off, "first")
         forward = stage(early, "forward")
         assert forward is not None
         self.forward = forward
@@ -312,8 +317,8 @@ def _told_apart(graph: torch.fx.Graph, after: Sequence[str]) -> tuple[list[str],
 
 
 def _cut_off(
-    graph: torch.fx.Graph, after: Sequence[str], before: Sequence[str], last: Sequence[str],
-    inductor: bool,
+    graph: torch.fx.Graph, constants: torch.nn.Module, after: Sequence[str],
+    before: Sequence[str], last: Sequence[str], inductor: bool,
 ) -> tuple[torch.fx.Graph, torch.fx.Graph | None]:  # fmt: skip
     """A graph whose results are `before` and what the rest reads of it, and the rest, which
     computes `last` once the inputs `after` are known."""
@@ -335,7 +340,7 @@ def _cut_off(
         return copy, None
     if not inductor:
         return _cut_at_uses(copy, list(before), last)
-    module = torch.fx.GraphModule(torch.nn.Module(), copy)
+    module = torch.fx.GraphModule(constants, copy)
     early, late = _torch.min_cut_rematerialization_partition(
         module, (), num_fwd_outputs=len(before)
     )
@@ -343,27 +348,47 @@ def _cut_off(
         for node in part.graph.nodes:
             if node.op == "placeholder":
                 node.target = node.name
-    _read_floats(late.graph, graph)
-    return _once(early.graph), _once(late.graph)
+    again = _taken_again(graph)
+    _take_again(late.graph, graph, again)
+    return _once(early.graph, before, again), _once(late.graph, last, again)
 
 
-def _read_floats(graph: torch.fx.Graph, whole: torch.fx.Graph) -> None:
-    """Python's floats are read from their tensors in each pass: Inductor takes none as an input."""
+_VIEWS = {
+    aten.permute.default, aten.t.default, aten.transpose.int, aten.unsqueeze.default,
+    aten.alias.default, aten.detach.default, aten.view.default,
+}  # fmt: skip
+
+
+def _taken_again(graph: torch.fx.Graph) -> set[str]:
+    """What each pass takes for itself, and none keeps for another: Python's floats, which Inductor
+    takes from their tensors alone, and views of inputs, which cost more to hand on."""
+    found: set[torch.fx.Node] = set()
+    for node in graph.nodes:
+        reads = node.all_input_nodes
+        given = all(n.op == "placeholder" or n in found for n in reads)
+        is_float = isinstance(node.meta.get("val"), torch.SymFloat)
+        if is_float or (node.target in _VIEWS and given):
+            found.add(node)
+    return {n.name for n in found if n.op == "call_function"}
+
+
+def _take_again(graph: torch.fx.Graph, whole: torch.fx.Graph, again: set[str]) -> None:
+    """Replace inputs of a pass that it can take from other inputs."""
     sources = {n.name: n for n in whole.nodes}
     copies = {sources[n.name]: n for n in graph.nodes if n.op == "placeholder"}
-    floats = [n for n in copies.values() if isinstance(n.meta.get("val"), torch.SymFloat)]
+    mine = [n for n in copies.values() if n.name in again]
     first = next((n for n in graph.nodes if n.op != "placeholder"), None)
     assert first is not None
 
     def copied(node: torch.fx.Node) -> torch.fx.Node:
-        if node not in copies or copies[node] in floats:
+        if node not in copies or copies[node] in mine:
             for n in node.all_input_nodes:
                 copied(n)
             with graph.inserting_before(first):
                 copies[node] = graph.node_copy(node, lambda n: copies[n])
         return copies[node]
 
-    for node in floats:
+    for node in mine:
         node.replace_all_uses_with(copied(sources[node.name]))
         graph.erase_node(node)
 
@@ -390,15 +415,17 @@ def _cut_at_uses(
     held = [
         n
         for n in graph.nodes
-        if (n in early or n.op == "placeholder")
+        if ((n in early and n.op != "get_attr") or n.op == "placeholder")
         and any((u.op == "output" and n.name in last) or (u.op != "output" and u not in early)
                 for u in n.users)
     ]  # fmt: skip
     results = list(dict.fromkeys([*(named[name] for name in before), *held]))
-    part = [n for n in graph.nodes if n.op == "call_function"]
-    first = _extract([n for n in given if n in early], [n for n in part if n in early],
+    nodes = [n for n in graph.nodes if n.op in ("call_function", "get_attr")]
+    constant = {n for n in nodes if n.op == "get_attr"}
+    first = _extract([n for n in given if n in early], [n for n in nodes if n in early | constant],
                      [n for n in results if n in early])  # fmt: skip
-    late = _extract(held, [n for n in part if n not in early], [named[name] for name in last])
+    rest = [n for n in nodes if n not in early or n in constant]
+    late = _extract(held, rest, [named[name] for name in last])
     return first, late
 
 
@@ -418,9 +445,10 @@ def _extract(
     return graph
 
 
-def _once(graph: torch.fx.Graph) -> torch.fx.Graph:
-    """Each result once; floats are read again by whoever needs them."""
+def _once(graph: torch.fx.Graph, wanted: Sequence[str], again: set[str]) -> torch.fx.Graph:
+    """Each result once, without what others take again."""
     output = graph.output_node()
-    results = [n for n in _results(graph) if not isinstance(n.meta.get("val"), torch.SymFloat)]
+    results = [n for n in _results(graph) if n.name in wanted or n.name not in again]
     output.args = (tuple(dict.fromkeys(results)),)
+    graph.eliminate_dead_code()
     return graph

@@ -248,12 +248,16 @@ class Job:
         named = dict(zip((*plan.penalised, *plan.effective), tensors, strict=False))
         return {**named, **self.constants}
 
-    def read(self, outputs: Sequence[Tensor]) -> list[Tensor]:
-        """What the last two sweeps read of the constants, the penalty's arguments and the outputs,
-        all of which callers can change in place."""
+    def read(self, tensors: Sequence[Tensor], outputs: Sequence[Tensor]) -> list[Tensor]:
+        """What the last two sweeps read of the inputs, the constants, the penalty's arguments and
+        the outputs, all of which callers can change in place."""
         plan = self.program.plan
         kept = plan.kept | {plan.target} if plan.needs_head_tangent else plan.kept
-        found = [t for v, t in self.constants.items() if v in kept]
+        places = (*plan.penalised, *plan.effective)
+        every = not getattr(self.program.penalty, "one_seed", False)  # sweeps that start anew
+        found = [t for v, t in zip(places, tensors, strict=False) if every or v in kept]
+        found += tensors[len(places) :]
+        found += [t for v, t in self.constants.items() if v in kept]
         found += [t for t in pytree.tree_leaves(self.extra) if isinstance(t, Tensor)]
         return found + [t for v, t in zip(plan.outputs, outputs, strict=True) if v in kept]
 
@@ -271,7 +275,7 @@ class Bridge(torch.autograd.Function):
         ctx.job, ctx.state = job, state
         ctx.batch = values.shape[0] if isinstance(values, Tensor) else 0
         ctx.inputs = tensors
-        read = (*tensors, *job.read(outputs))  # tensors made under inference_mode count no changes
+        read = job.read(tensors, outputs)  # tensors made under inference_mode count no changes
         ctx.versions = [(t, t._version) for t in read if not t.is_inference()]
         # an alias each: a saved value that became an output would keep this node alive for ever
         results = tuple(out.detach() for out in outputs)
