@@ -24,6 +24,8 @@ NAMES = (
     "sobolev",
     "flow",
     "force_field",
+    "physics",
+    "gan",
 )
 
 INTRODUCTION = """# Examples

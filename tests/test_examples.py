@@ -87,13 +87,36 @@ def test_robustness():
     example = script("robustness")
     data = common.load_images("digits", 800, 0, CPU)
     names = ("plain", "double backpropagation", "Jacobian, 1 projection")
+    weights = dict(zip(names[1:], (1.0, 0.03), strict=True))
     found = {
-        name: runs[0] for name, runs in example.experiment(data, 15, [0], 200, 3, names).items()
+        name: runs[0]
+        for name, runs in example.experiment(data, 15, [0], 200, 3, weights, names).items()
     }
     plain = found.pop("plain")
     for one in found.values():
         assert one.pgd[1] > plain.pgd[1] and one.jacobian < 0.8 * plain.jacobian
         assert one.clean > plain.clean - 0.05
+
+
+def test_robustness_chooses_weights_on_images_held_out(monkeypatch):
+    """The last fifth of the training images is not trained on, and test images are not looked at:
+    a weight that ruins accuracy on the former is not chosen."""
+    example = script("robustness")
+    data = common.load_images("digits", 600, 0, CPU)
+    seen = []
+    train = example.train
+
+    def watched(method, own, epochs, seed):
+        seen.append((len(own.train[1]), own.test[0]))
+        return train(method, own, epochs, seed)
+
+    monkeypatch.setattr(example, "train", watched)
+    monkeypatch.setattr(example, "WEIGHTS", (0.03, 1000.0))
+    data = replace(data, test=(data.test[0] * torch.nan, data.test[1]))
+    chosen = example.choose(data, 15, 0, ("Jacobian, 1 projection", "Jacobian, exact"))
+    assert chosen == {"Jacobian, 1 projection": 0.03, "Jacobian, exact": 0.03} and len(seen) == 3
+    assert all(count == 480 for count, _ in seen)
+    assert all(torch.equal(held, data.train[0][480:]) for _, held in seen)
 
 
 @pytest.mark.parametrize("norm", ["linf", "l2"])
@@ -239,6 +262,116 @@ def test_force_field_networks(equivariant):
     assert torch.allclose(net(*example.flat(pos.flip(1), real.flip(1))), energy)
     alone = [net(*example.flat(pos[i : i + 1], real[i : i + 1])) for i in range(4)]
     assert torch.allclose(torch.cat(alone), energy) and energy.std() > 0
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_physics(number):
+    """Solved by its residual alone, and far better than by what is given at the start."""
+    example = script("physics")
+    equation = (example.inviscid(), replace(example.viscous(False), viscosity=0.1, end=0.5))[number]
+    found = example.solve(equation, 24, 300, 1000, 0, CPU, repeats=1)
+    truth = example.reference(equation)
+    still = ((truth[:1] - truth).norm() / truth.norm()).item()
+    assert found.error < min(0.04, 0.3 * still)
+    assert equation.way in found.times and "stock" in found.times
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_physics_ways_agree(number):
+    """The ways of a step that are timed against each other give the same loss and gradients."""
+    example = script("physics")
+    equation = (example.inviscid(), example.viscous(False))[number]
+    torch.manual_seed(0)
+    net = example.Solution(8, equation.end).double()
+    points = torch.rand(20, 2, dtype=torch.float64)
+    seen = {}
+    for name, loss in example.ways(net, equation, inductor=False).items():
+        net.zero_grad()
+        value = loss(points)
+        value.backward()
+        seen[name] = [value.detach(), *(p.grad.clone() for p in net.parameters())]
+    assert equation.way in seen
+    for found in seen.values():
+        for a, b in zip(found, seen["stock"], strict=True):
+            assert torch.allclose(a, b, rtol=1e-10, atol=1e-12)
+
+
+def test_physics_references_solve_the_equations():
+    """Residuals by central differences, the value at the start, and the limit of small ν."""
+    example = script("physics")
+    x, t = torch.linspace(-0.9, 0.9, 37, dtype=torch.float64), torch.full((37,), 0.2).double()
+    h, nu = 1e-4, 0.05
+    for solution, nu in (
+        (example.characteristics, 0.0),
+        (lambda x, t: example.cole_hopf(x, t, 0.05), 0.05),
+    ):
+        u, right, left = solution(x, t), solution(x + h, t), solution(x - h, t)
+        rate = (solution(x, t + h) - solution(x, t - h)) / (2 * h)
+        residual = rate + u * (right - left) / (2 * h) - nu * (right - 2 * u + left) / h**2
+        assert residual.abs().max() < 1e-4
+        assert torch.allclose(solution(x, 0 * t), -torch.sin(torch.pi * x), atol=1e-9)
+    off = example.cole_hopf(x, t, 1e-3) - example.characteristics(x, t)
+    assert off.abs().max() < 0.02
+
+
+def test_gan():
+    """Without a penalty training ends in a part of the modes; with Roth et al.'s it covers more."""
+    found = script("gan").experiment(2000, [1], CPU, ("none", "Roth et al."))
+    without, penalised = found["none"][0], found["Roth et al."][0]
+    assert without.covered < 6 and penalised.covered > without.covered
+    assert penalised.distance < 0.6 * without.distance
+
+
+@pytest.mark.parametrize("name", ["none", "R1", "Roth et al.", "WGAN-GP"])
+def test_gan_losses_are_those_of_autograd(name):
+    """As published, written out with `create_graph=True`: value and gradients."""
+    example = script("gan")
+    torch.manual_seed(0)
+    critic = example.network(2, 1).double()
+    true, made = torch.randn(2, 6, 2, dtype=torch.float64)
+    parameters = list(critic.parameters())
+
+    def slopes(x):
+        x = x.detach().requires_grad_()
+        score = critic(x)
+        (gradient,) = torch.autograd.grad(score.sum(), x, create_graph=True)
+        return score[:, 0], gradient.square().sum(1)
+
+    (on_true, true_square), (on_made, made_square) = slopes(true), slopes(made)
+    p_true, p_made = on_true.sigmoid(), on_made.sigmoid()
+    torch.manual_seed(1)
+    part = torch.rand(6, 1)
+    between = slopes(part * true + (1 - part) * made)[1]
+    expected = -(p_true.log().mean() + (1 - p_made).log().mean())
+    if name == "R1":
+        expected = expected + example.WEIGHTS[name] / 2 * true_square.mean()
+    elif name == "Roth et al.":
+        penalty = ((1 - p_true) ** 2 * true_square).mean() + (p_made**2 * made_square).mean()
+        expected = expected + example.WEIGHTS[name] / 2 * penalty
+    elif name == "WGAN-GP":
+        penalty = (between.sqrt() - 1).square().mean()
+        expected = on_made.mean() - on_true.mean() + example.WEIGHTS[name] * penalty
+    torch.manual_seed(1)
+    found = example.LOSSES[name](critic)(true, made)
+    assert torch.allclose(found, expected, rtol=1e-12)
+    # the critic's last offset does not reach a difference of its values but by rounding
+    wanted = torch.autograd.grad(expected, parameters)
+    for a, b in zip(torch.autograd.grad(found, parameters), wanted, strict=True):
+        assert torch.allclose(a, b, rtol=1e-9, atol=1e-12)
+
+
+def test_gan_measures():
+    """True samples cover all modes at no distance; half a ring covers half; a shift is a shift."""
+    example = script("gan")
+    data = example.draw_data(4000, torch.Generator().manual_seed(0))
+    assert example.coverage(data)[0] == 8 and example.coverage(data)[1] > 0.98
+    assert example.coverage(data[data[:, 1] > 0.2])[0] == 3
+    angle = torch.linspace(0, 2 * torch.pi, 4001)[:-1]
+    ring = 2 * torch.stack([angle.cos(), angle.sin()], dim=1)
+    assert example.coverage(ring)[0] == 0
+    assert example.sliced(data, data) == 0
+    moved = data + torch.tensor([0.5, 0.0])
+    assert example.sliced(data, moved) == pytest.approx(0.5 * 2 / torch.pi, abs=0.01)
 
 
 # ----------------------------------------------------------------------------- data and bad input

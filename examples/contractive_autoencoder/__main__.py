@@ -192,6 +192,10 @@ def report(found: dict[str, list[Found]], data: common.Images) -> common.Report:
         f"neighbours in code space are not better: {gain:+.1f} points against the plain code "
         "(Rifai et al. gain by fine-tuning a classifier, which is not done here)",
     )
+    made.notes.append(
+        "what was asked for at first, a contraction by a factor of 3, was missed (1.7 was seen); "
+        "the statements above replaced it after that was known"
+    )
     made.numbers = {
         name: [{k: v for k, v in vars(f).items() if isinstance(v, float)} for f in found[name]]
         for name in NAMES
