@@ -78,6 +78,8 @@ def backward(
 ) -> tuple[Tensor | None, ...]:
     """ξ₀ = J*v for each penalised input. `keep`: remember ξ where curvature will need it, with
     seeds everywhere: what is cheap to renew once is not for each of them."""
+    wanted = plan.graph.values[plan.target]
+    v = v if wanted is None else v.to(wanted.dtype)  # as autograd casts what it is given
     xi: dict[int, Tensor] = {plan.target: v}
     boundary((v,))
     for step in reversed(plan.steps):
@@ -139,7 +141,7 @@ def _advance(
         if watch is not None:
             watch("tangent", step, (out, bent))
         if step.push:
-            _spread(step, q, out)
+            _spread(plan, step, q, out)
         if step.curves:
             _accumulate(step, sources, bent, step.bend)
     held.pop(step.node.index, None)
@@ -183,7 +185,8 @@ def push(
                 moved[node.index] = parts
             if step.push:
                 call = call_of(plan, step, state)
-                _spread(step, q, _both("tangent", step, call, None, parts, True, seeds)[0])
+                out = _both("tangent", step, call, None, parts, True, seeds)[0]
+                _spread(plan, step, q, out)
         for v in drop:
             q.pop(v, None)
     return q.get(plan.target), moved
@@ -269,13 +272,15 @@ def _both(
     )  # fmt: skip
 
 
-def _spread(step: Step, q: dict[int, Tensor], out: Any) -> None:
-    """Enter a node's tangents; None is zero."""
+def _spread(plan: Plan, step: Step, q: dict[int, Tensor], out: Any) -> None:
+    """Enter a node's tangents, each of its value's dtype: that of a sum of bfloat16 and float32 is
+    float32, also where the bfloat16 alone moves. None is zero."""
     if out is None:
         return
     for value, part in zip(step.node.outputs, out if step.node.many else (out,), strict=True):
+        meta = plan.graph.values[value]
         if part is not None:
-            q[value] = part
+            q[value] = part if meta is None else part.to(meta.dtype)
 
 
 def call_of(plan: Plan, step: Step, state: State) -> Call:
