@@ -1,5 +1,5 @@
-"""Values of two dtypes in one network, as autocast makes them: what a sweep carries has the dtype of
-the value that it belongs to."""
+"""Values of two dtypes in one network, as autocast makes them: what a sweep carries has the dtype
+of the value that it belongs to."""
 
 import pytest
 import torch
