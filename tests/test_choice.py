@@ -165,3 +165,18 @@ def test_explain_says_which_and_why():
     told = model.explain(torch.randn(5, 6), labels((5,)))
     assert "runs by autograd: of a step of about" in str(told)
     assert told.as_dict()["way"].startswith("autograd")
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # Dynamo's own look at the penalty
+@pytest.mark.parametrize("sweeps", [None, True])
+def test_an_outer_compiler_calls_the_model_as_it_is(sweeps):
+    torch.manual_seed(0)
+    net, x, y = mlp().double(), torch.randn(5, 6).double(), labels((5,))
+    model = db.Penalised(net, db.LossGradient("cross_entropy"), sweeps=sweeps)
+    expected = step(db.Penalised(copy.deepcopy(net), db.LossGradient("cross_entropy")), x, y)
+    inside = torch.compile(lambda x, y: model(x, y)[1] * 1.0, backend="eager")
+    compiled = torch.compile(model, backend="eager")
+    for _ in range(3):
+        for name, found in step(compiled, x, y).items():
+            assert torch.allclose(found, expected[name], rtol=1e-10, atol=1e-13), name
+        assert torch.allclose(inside(x, y), expected["penalty"], rtol=1e-10)

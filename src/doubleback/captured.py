@@ -121,7 +121,7 @@ class CapturedModule(nn.Module):
         self._choices: dict[Any, Choice] = {}
         self._warned = False
         self._refusal: CaptureError | None = None
-        self._run: Callable | None = None
+        self._run = self._opaque(self._forward)
 
     def __getstate__(self) -> dict[str, Any]:
         return {n: v for n, v in self.__dict__.items() if n not in self._transient}
@@ -136,9 +136,9 @@ class CapturedModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """(what net returns, and what is asked of its derivative)."""
-        if self._run is None:
-            self._run = self._opaque(self._forward)
-        return self._run(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            return self._run(*args, **kwargs)
+        return self._forward(*args, **kwargs)
 
     def _opaque(self, method: Callable) -> Callable:
         """An outer torch.compile does not look inside: it calls this as it is."""

@@ -63,10 +63,15 @@ def autograd_penalty(
         leaves = [t.view_as(t) if t.requires_grad else t.detach().requires_grad_() for t in x]
         result = run(leaves)
         out = choose(result)
-        total = None
-        for v in seeds(out, leaves, *extra) if out.requires_grad else [None]:
-            value = penalty.value(pulled(out, leaves, v, graph, unused), *extra)
-            total = value if total is None else total + value
+        total, summed = None, None
+        if way == "bare" and out.requires_grad:
+            summed = penalty.quick_total(out, *extra)
+        if summed is not None:
+            total = penalty.value(pulled(summed, leaves, None, graph, unused), *extra)
+        else:
+            for v in seeds(out, leaves, *extra) if out.requires_grad else [None]:
+                value = penalty.value(pulled(out, leaves, v, graph, unused), *extra)
+                total = value if total is None else total + value
         assert total is not None
         value = penalty.reduce(total)
     if not graph:
@@ -81,10 +86,10 @@ def pulled(
     graph: bool,
     unused: Callable[[Tensor], None] | None = None,
 ) -> list[Tensor]:
-    """J*v by autograd; zeros where the output does not depend on the input, unless that is
-    refused."""
+    """J*v by autograd, the gradient of a scalar `out` for None; zeros where the output does not
+    depend on the input, unless that is refused."""
     xi: Sequence[Tensor | None] = (None,) * len(leaves)
-    if v is not None:
+    if out.requires_grad:
         xi = torch.autograd.grad(
             out, leaves, v, create_graph=graph, retain_graph=True, allow_unused=True
         )

@@ -91,14 +91,12 @@ class Space(ABC):
         The dual norm is ‖g‖_* = sup {Σ gᵢuᵢ : ‖u‖ ≤ 1} = √(gᵀG⁻¹g), and half the gradient of
         its square is G⁻¹g. 16-bit gradients are answered in float32.
         """
-        total: Any = 0
-        representers = []
+        squares, representers = [], []
         for g in gradients:
             g = lifted(g)
-            representer = self.riesz(g)
-            total = total + per_example(g * representer)
-            representers.append(representer)
-        return total, representers
+            representers.append(self.riesz(g))
+            squares.append(per_example(g * representers[-1]))
+        return sum(squares[1:], squares[0]), representers
 
 
 def dual_square(
