@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ._torch import pytree
 from .capture import requires_grad
 from .captured import CapturedModule, Site
-from .errors import CaptureError, InputError, warn
+from .errors import InputError, warn
 from .explain import Explanation, explain, explain_jacobian, with_iterations
 from .graph import Graph
 from .jacobian import SpectralProgram, plan_jacobian, price
@@ -393,7 +393,6 @@ class Penalised(CapturedModule):
             replay = replay if penalty else Replay(False, None)
             return plan_jacobian(plan.at(site.graph), self.penalty, self.debug, replay)
         if isinstance(self.penalty, SpectralNorm):
-            _refuse_wrong_tangents(plan)
             replay = replay if penalty else Replay(False, None)
             return SpectralProgram.build(
                 plan.at(site.graph), self.penalty, self.debug, replay, self._carried
@@ -406,13 +405,6 @@ class Penalised(CapturedModule):
             return Program(at, self.penalty, self.debug, asked=asked)
 
         return self._swept(site, plan, make, key)
-
-
-def _refuse_wrong_tangents(plan: Plan) -> None:
-    """The power iteration's tangents through logcumsumexp disagree with autograd's."""
-    for step in plan.steps:
-        if "logcumsumexp" in str(step.node.op):
-            raise CaptureError(f"SpectralNorm has no tangent through {step.node}")
 
 
 def program_of(model: Penalised, *args: Any, **kwargs: Any) -> tuple[Any, dict[int, Tensor]]:

@@ -69,18 +69,3 @@ def test_entries_by_strides_wherever_they_lie(contiguous):
     else:
         with pytest.raises(db.CaptureError, match="call contiguous"):
             db.Penalised(net, db.OutputGradient(0), strict=True)(x)
-
-
-class Cumulative(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.last = torch.nn.Linear(4, 6), torch.nn.Linear(6, 3)
-
-    def forward(self, x):
-        return self.last(self.first(x).logcumsumexp(1))
-
-
-def test_the_spectral_norm_of_what_it_has_no_tangent_for_runs_on_autograd():
-    model = db.Penalised(Cumulative().double(), db.SpectralNorm(iterations=3))
-    with pytest.warns(db.CaptureWarning, match="no tangent through aten.logcumsumexp"):
-        model(torch.randn(3, 4).double())[1].backward()

@@ -61,3 +61,17 @@ def test_check_agrees():
     torch.manual_seed(0)
     model, _ = pair(Cumulative(False, 1.0))
     assert db.check(model, numbers(0, 4, 5)).worst < 1e-10
+
+
+@pytest.mark.parametrize("sweeps", [True, False])
+def test_the_spectral_norm_is_the_largest_singular_value(sweeps):
+    """On autograd its power iteration takes J q as a derivative in w, which is not to be zero."""
+    torch.manual_seed(0)
+    net = Cumulative(False, 1.0).double()
+    net.last = nn.Linear(6, 3).double()
+    x = numbers(0, 3, 5)
+    out, sigma = db.Penalised(net, db.SpectralNorm(iterations=200), sweeps=sweeps)(x)
+    rows = [torch.autograd.grad(net(x.requires_grad_())[:, i].sum(), x)[0] for i in range(3)]
+    largest = torch.linalg.svdvals(torch.stack(rows, 1))[:, 0]
+    assert torch.allclose(sigma, largest.mean(), rtol=1e-8)
+    assert out.shape == (3, 3)

@@ -284,7 +284,8 @@ class SpectralNorm(Penalty):
         """v by the same iterations on autograd: J q as the derivative of ⟨J*w, q⟩ in w.
         carried: v of earlier calls, which gains this one's."""
         v = self.begin(out, carried or {})
-        w = torch.zeros_like(out, requires_grad=True)
+        # linear in w, with the same derivative at any; that of logcumsumexp has logarithms of w
+        w = torch.ones_like(out, requires_grad=True)
         xi = torch.autograd.grad(out, list(x), w, create_graph=True, allow_unused=True)
         pairs = [(i, u) for i, u in enumerate(xi) if u is not None and u.requires_grad]
         for _ in range(self.iterations if pairs else 0):
