@@ -161,11 +161,13 @@ class CapturedModule(nn.Module):
         """Whether this call is one to capture at all."""
         return all(plain(t) for t in call.leaves if isinstance(t, Tensor))
 
-    def _through(self, run: Callable, call: Arguments) -> tuple[bool, Any]:
-        """(True, what the network returns with `run` in the place of its operations), or False
-        where it cannot be captured and has to run on autograd."""
-        if self._chosen(call) or not self._captures(call):
-            return False, None
+    def _through(self, run: Callable, call: Arguments) -> tuple[Way | None, Any]:
+        """(None, what the network returns with `run` in the place of its operations); or the way in
+        which the call has to run on autograd, and nothing."""
+        if self._chosen(call):
+            return "bare", None
+        if self.sweeps is False or not self._captures(call):
+            return "patched", None
 
         def swept(graph: Graph, inputs: Sequence[Any]) -> Sequence[Any]:
             with no_autocast():
@@ -175,12 +177,12 @@ class CapturedModule(nn.Module):
             args, kwargs = call.with_x(call.aliases)
             try:
                 result = capture_of(self.net, self.output)(self.net, swept, args, kwargs)
-                return True, call.with_own(result)
+                return None, call.with_own(result)
             except CaptureError as error:
                 if self.strict:
                     raise
                 self._refusal = error
-                return False, None
+                return "patched", None
 
     # ------------------------------------------------------------------ sweeps or autograd
 
@@ -192,10 +194,9 @@ class CapturedModule(nn.Module):
         return CHOOSE and not particular
 
     def _chosen(self, call: Arguments) -> bool:
-        """Whether this call runs on autograd by choice, as calls of about its size did before."""
-        if self.sweeps is False:
-            return True
-        if not self._choices or not self._free_to_choose() or counting():
+        """Whether this call runs on autograd because that is quicker, by what was found at the
+        first call of about its size."""
+        if not self._choices or self.sweeps is False or not self._free_to_choose() or counting():
             return False
         choice = self._choices.get(self._size(call))
         return choice is not None and choice.autograd
@@ -222,13 +223,11 @@ class CapturedModule(nn.Module):
             return "sweeps: asked for" if self.sweeps else "sweeps"
         return str(choose(site.graph))
 
-    def _on_autograd(self, run: Callable[[Way], Any], call: Arguments) -> Any:
-        """The network's call on autograd: by choice with PyTorch's own derivatives, else with the
-        library's; in that case it is said once why, after it succeeded."""
-        if self.sweeps is not False and self._chosen(call):
-            return run("bare")
-        result = run("patched")
-        if self._refusal is not None and not self._warned:
+    def _on_autograd(self, run: Callable[[Way], Any], way: Way) -> Any:
+        """The network's call on autograd. Where it could not be captured it is said once why, after
+        it succeeded."""
+        result = run(way)
+        if way != "bare" and self._refusal is not None and not self._warned:
             self._warned = True
             warn(f"{self._refusal}\n  Until then it runs on autograd.")
         return result

@@ -178,10 +178,10 @@ class Penalised(CapturedModule):
             found.append(penalty)
             return self._finish(site, plan, prelude, outputs, job.mutations, gradients)
 
-        captured, result = self._through(run, call)
-        if captured:
-            return result, found[0]
-        return self._on_autograd(partial(on_autograd, self, call), call)
+        way, result = self._through(run, call)
+        if way is not None:
+            return self._on_autograd(partial(on_autograd, self, call), way)
+        return result, found[0]
 
     def accumulate(
         self,
@@ -246,10 +246,10 @@ class Penalised(CapturedModule):
             found.extend((loss_value, penalty))
             return self._finish(site, plan, prelude, outputs, mutated, False)
 
-        captured, result = self._through(run, call)
-        if not captured:
+        way, result = self._through(run, call)
+        if way is not None:
             return self._on_autograd(
-                partial(accumulate_on_autograd, self, call, own_loss, target, weight), call
+                partial(accumulate_on_autograd, self, call, own_loss, target, weight), way
             )
         # what lies before the sweeps receives its gradient under no_grad and inference_mode too
         with torch.inference_mode(False), no_autocast():

@@ -12,12 +12,10 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
-import logging
 import os
 import threading
 import time
 import traceback
-import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -45,7 +43,7 @@ from ..errors import (
     warn,
 )
 from ..patch import patched, supported
-from ..run import no_autocast
+from ..run import no_autocast, quiet
 from .whole import WholeStep, take_mark, trace_whole
 
 MANY = 8  # traces of one loss, after which it is said what they cost
@@ -267,7 +265,7 @@ class Compiled:
                     f"it meets a {type(strange[0]).__name__} of layout {strange[0].layout} "
                     "(distributed, sparse or quantised), which cannot be traced"
                 )
-            with _patch(), _quiet():
+            with _patch(), quiet():
                 step = trace_whole(module, given, self.compiler, self.scaler is not None, _check)
         except InputError as error:
             call.error = error
@@ -581,21 +579,6 @@ def _settings(constants: bool) -> dict[str, Any]:
 def _patch() -> Iterator[None]:
     with patched() if supported(torch.__version__) else nullcontext():
         yield
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """What PyTorch says about its own calls while it compiles is nobody's business: warnings, and
-    that a graph with symbolic numbers in it cannot be kept in the cache on disk."""
-    log = logging.getLogger("torch._inductor.codecache")
-    level = log.level
-    log.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        log.setLevel(level)
 
 
 def _modules(fn: Any) -> list[nn.Module]:

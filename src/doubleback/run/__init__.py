@@ -7,7 +7,7 @@ from .callers import CallersProgram, refuse_others
 from .cuda_graphs import GraphedProgram, GraphedStep, GraphRefused
 from .distributed import average, refuse_inside_forward, several
 from .flattening import FlattenedProgram, Replay
-from .inductor import sound
+from .inductor import quiet, sound
 from .open_sizes import Family, OpenProgram
 from .state import kind, read_state, remember, run_prelude, scale, write_state
 from .straight_line import NEAR, boxed, clean
@@ -33,6 +33,7 @@ __all__ = [
     "deliver",
     "kind",
     "no_autocast",
+    "quiet",
     "read_state",
     "refuse_inside_forward",
     "refuse_others",

@@ -10,7 +10,9 @@ to another is held as it is, and what stands far apart is not fused.
 
 from __future__ import annotations
 
+import logging
 import operator
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -140,6 +142,21 @@ def heuristics() -> Iterator[None]:
     in_order = _torch.inductor_config.patch(reorder_for_locality=False)
     with sound(), _torch.V.set_choices_handler(_choices()), in_order:
         yield
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """A context in which PyTorch does not speak of its own calls while it compiles: no warnings,
+    and no word that a graph with open sizes cannot be kept in the cache on disk."""
+    log = logging.getLogger("torch._inductor.codecache")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        log.setLevel(level)
 
 
 @contextmanager
