@@ -6,7 +6,7 @@ from .bridge import Bridge, First, GradientProgram, Job, Program, deliver, no_au
 from .callers import CallersProgram, refuse_others
 from .cuda_graphs import GraphedProgram, GraphedStep, GraphRefused
 from .distributed import average, refuse_inside_forward, several
-from .flattening import FlattenedProgram, Replay
+from .flattening import FlattenedProgram, Replay, Request
 from .inductor import quiet, sound
 from .open_sizes import Family, OpenProgram
 from .state import kind, read_state, remember, run_prelude, scale, write_state
@@ -27,6 +27,7 @@ __all__ = [
     "OpenProgram",
     "Program",
     "Replay",
+    "Request",
     "average",
     "boxed",
     "clean",

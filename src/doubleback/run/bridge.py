@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -52,6 +52,11 @@ class Program:
     def prelude(self) -> Sequence[Node]:
         """What runs before the sweeps, under autograd."""
         return self.plan.prelude
+
+    def to_price(self, replay: Any) -> Any:
+        """The same program, to be run once on tensors without numbers: nothing is checked and
+        nothing carried on. replay: flat graphs for it, where it has any."""
+        return replace(self, debug=False)
 
     def first(self, leaves: Mapping[int, Tensor], extra: Sequence[Any], keep: bool = True) -> First:
         """Forward and backward sweep. `keep`: for a `last` to come."""

@@ -20,7 +20,7 @@ from .. import sweeps
 from .._torch import pytree
 from ..errors import InputError, StaleGraphError
 from .bridge import First, Program, join
-from .flattening import Replay
+from .flattening import FlattenedProgram, Replay
 from .state import behind
 
 
@@ -47,6 +47,9 @@ class CallersProgram(Program):
     """The four sweeps around functions that are not ours."""
 
     replay: Replay = field(default_factory=lambda: Replay(False, None), kw_only=True)
+
+    def to_price(self, replay: Replay) -> FlattenedProgram:
+        return FlattenedProgram(Program(self.plan, self.penalty, asked=self.asked), replay)
 
     def first(self, leaves: Mapping[int, Tensor], extra: Sequence[Any], keep: bool = True) -> First:
         self.replay.tick()

@@ -183,6 +183,25 @@ class Replay:
         return flat(pack.tensors)
 
 
+@dataclass(frozen=True)
+class Request:
+    """What a penalty makes its program for.
+
+    plan(): the plan at this call's sizes; asked: the places of those among the penalty's own
+    tensors that ask for a gradient; replay: flat graphs for parts of the program; carried: what
+    earlier calls left for later ones; known: whether no loss beside the penalty is a caller's code;
+    whole(make): the program `make(plan)`, with all of its sweeps flattened together.
+    """
+
+    plan: Callable[[], Plan]
+    asked: tuple[int, ...]
+    debug: bool
+    replay: Replay
+    carried: dict[Any, Tensor]
+    known: bool
+    whole: Callable[[Callable[[Plan], Program]], Any]
+
+
 class FlattenedProgram:
     """A `Program` whose sweeps run flat, with the same interface."""
 
@@ -207,6 +226,9 @@ class FlattenedProgram:
 
     def along(self, grads: Sequence[Tensor | None], batch: int) -> Any:
         return self.program.along(grads, batch)
+
+    def to_price(self, replay: Replay) -> FlattenedProgram:
+        return FlattenedProgram(self.program, replay)
 
     def first(self, leaves: Mapping[int, Tensor], extra: Sequence[Any], keep: bool = True) -> First:
         if not self.replay.tick():

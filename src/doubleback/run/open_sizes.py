@@ -24,7 +24,7 @@ from ..kernels import for_compiler
 from ..plan import Plan
 from . import inductor, nested, straight_line
 from .bridge import First
-from .flattening import Flat, Input, Pack, fresh, split
+from .flattening import Flat, FlattenedProgram, Input, Pack, Replay, fresh, split
 
 VARIANTS = 4  # flat graphs of one program that answer questions about sizes differently
 
@@ -283,6 +283,9 @@ class OpenProgram:
 
     def along(self, grads: Sequence[Tensor | None], batch: int) -> Any:
         return self.family.reference.along(grads, batch)
+
+    def to_price(self, replay: Replay) -> FlattenedProgram:
+        return FlattenedProgram(self.program, replay)
 
     def first(self, leaves: Mapping[int, Tensor], extra: Sequence[Any], keep: bool = True) -> First:
         given = _Given(self.family, self.numbers, leaves, (tuple(extra),))
