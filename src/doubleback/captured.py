@@ -283,7 +283,7 @@ class CapturedModule(nn.Module):
         program = self._programs.get(key)
         if program is None:
             program = make(self._plan(site, wanted, varying), key[1:])
-            if not isinstance(program, OpenProgram):  # which is made in no time
+            if not program.for_one_call:
                 remember(self._programs, key, program)
             self._choose(site)
         if not self.allow_unused:

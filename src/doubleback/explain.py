@@ -10,6 +10,7 @@ from .jacobian import Decision, price_sweeps
 from .penalties import Penalty
 from .plan import Plan, Step
 from .rules import Structure
+from .run import Program
 
 OPERATIONS = ("forward", "transpose", "weight_adjoint")  # K, Kᵀ, K□
 
@@ -138,12 +139,11 @@ def _mib(size: float) -> str:
     return f"{size / 2**20:.1f} MiB"
 
 
-def explain(program: Any) -> Explanation:
+def explain(program: Program) -> Explanation:
     """What a program will do, and why so."""
     told = _four_sweeps(program.plan, program.penalty)
-    decision = getattr(program, "decision", None)
-    if decision is not None:
-        return _with_decision(told, program.plan, program.penalty, decision)
+    if program.decision is not None:
+        return _with_decision(told, program.plan, program.penalty, program.decision)
     return _with_iterations(told, program.penalty.iterations)
 
 

@@ -28,12 +28,10 @@ from .penalties import (
 from .plan import Plan
 from .run import (
     Bridge,
-    CallersProgram,
     GraphedProgram,
     GraphedStep,
     GraphRefused,
     Job,
-    OpenProgram,
     Replay,
     Request,
     deliver,
@@ -155,6 +153,7 @@ class Penalised(CapturedModule):
 
         def run(graph: Graph, inputs: Sequence[Any]) -> Sequence[Any]:
             site = self._site(graph, inputs, call)
+            program: Any
             program, state = self._program(site, gradients)
             plan, asked = program.plan, call.asked if gradients else {}
             prelude = run_prelude(program.prelude, state)
@@ -286,19 +285,9 @@ class Penalised(CapturedModule):
         """Whether this program's sweeps are to run as CUDA graphs."""
         if not (self.cuda_graph and x.is_cuda):
             return False
-        if isinstance(program, CallersProgram):
-            self._warn_of_graph(
-                "a loss or penalty of your own is Python that a CUDA graph would not call again; "
-                "use a built-in loss and norm"
-            )
-            return False
-        if isinstance(program, OpenProgram):
-            self._warn_of_graph(
-                "sizes change from call to call, and a CUDA graph holds the memory of one; keep "
-                "them the same (the last batch too: drop_last=True)"
-            )
-            return False
-        return True
+        if program.no_graph is not None:
+            self._warn_of_graph(program.no_graph)
+        return program.no_graph is None
 
     def _warn_of_graph(self, why: str) -> None:
         if not self._warned_of_graph:

@@ -26,7 +26,7 @@ from ..dtypes import accumulation, lifted
 from ..errors import MemoryWarning
 from ..plan import Plan, make_plan
 from ..rules import add
-from ..run import First, FlattenedProgram, Program, Replay
+from ..run import First, FlattenedProgram, FourSweeps, Replay
 from ..spaces import dual_square
 from .strategies import Candidate, Sources, finished, zero
 
@@ -50,7 +50,7 @@ class Swept:
 
 
 @dataclass(frozen=True, eq=False)
-class Phases(Program, ABC):
+class Phases(FourSweeps, ABC):
     """What the programs of this module share: the phases `open` and `close`."""
 
     replay: Replay = field(default_factory=lambda: Replay(False, None))

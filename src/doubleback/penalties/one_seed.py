@@ -25,7 +25,7 @@ from torch import Tensor
 from .._torch import TorchDispatchMode, pytree
 from ..errors import InputError
 from ..graph import draws
-from ..run import CallersProgram, Program, Request, refuse_others
+from ..run import CallersProgram, FourSweeps, Request, refuse_others
 from ..spaces import per_example
 from .losses import (
     PER_EXAMPLE,
@@ -92,7 +92,9 @@ class Penalty(ABC):
             return CallersProgram(
                 request.plan(), self, request.debug, asked=request.asked, replay=request.replay
             )
-        return request.whole(lambda plan: Program(plan, self, request.debug, asked=request.asked))
+        return request.whole(
+            lambda plan: FourSweeps(plan, self, request.debug, asked=request.asked)
+        )
 
     def afresh(self) -> Penalty:
         """The same penalty, which goes on from nothing that an earlier call left."""
