@@ -44,6 +44,7 @@ from ..errors import (
 )
 from ..patch import patched, supported
 from ..run import no_autocast, quiet
+from .leaves import follow_requires_grad
 from .whole import WholeStep, take_mark, trace_whole
 
 MANY = 8  # traces of one loss, after which it is said what they cost
@@ -228,6 +229,7 @@ class Compiled:
             def changed(failure: Any) -> None:
                 me()._changed(failure)  # type: ignore[union-attr]
 
+            follow_requires_grad(_calls)
             optimise = _torch.dynamo_optimize(
                 receive, nopython=True, dynamic=self.dynamic, guard_fail_fn=changed
             )
@@ -256,6 +258,7 @@ class Compiled:
         """Dynamo's backend: the graph is differentiated and compiled, and run by whoever calls."""
         call = _calls()[-1]
         try:
+            _refuse_stored(module)
             loss = take_mark(module)
             if loss is None:
                 _check(None, False)
@@ -314,6 +317,19 @@ class Compiled:
         except BaseException as error:
             call.error = error
             raise
+
+
+def _refuse_stored(module: torch.fx.GraphModule) -> None:
+    """Raise where a tensor leaves the graph that requires grad: the loss and what is returned do
+    so detached, so this one was stored on a Python object, and might be differentiated later."""
+    (output,) = module.graph.find_nodes(op="output")
+    for node in output.all_input_nodes:
+        value = node.meta.get("example_value")
+        if node.op != "placeholder" and isinstance(value, Tensor) and value.requires_grad:
+            raise CaptureError(
+                f"it stores a tensor that requires grad, of shape {tuple(value.shape)}, on a "
+                "Python object; only the loss has gradients outside the graph"
+            )
 
 
 def _refuse_shared(step: WholeStep, inputs: Sequence[Any]) -> None:
@@ -648,6 +664,8 @@ _REMEDIES = (
     ("Unsupported Tensor.requires_grad_() call",
      "say x = x.detach().requires_grad_() inside the function"),
     ("returning intermediate with requires_grad_()",
+     "store no tensor that requires grad on Python objects, or detach it"),
+    ("it stores a tensor that requires grad",
      "store no tensor that requires grad on Python objects, or detach it"),
     ("external grad_fn", "detach what was computed outside, or pass it as an argument"),
     ("backward()", "use torch.autograd.grad(…, create_graph=True)"),

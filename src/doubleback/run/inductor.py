@@ -164,9 +164,10 @@ def sound() -> Iterator[None]:
     """A context in which Inductor keeps readers of a tensor behind its writers (an index_add, a
     scatter).
 
-    To fuse two loops on a CPU, PyTorch 2.13 changes the ranges of one and finds out anew what it
-    reads, by the names that tensors had before anything was written into them: a reader that comes
-    after a scatter then counts as one before it, and may run before it. The names are put right.
+    To fuse two loops on a CPU, PyTorch changes the ranges of one and finds out anew what it reads,
+    by the names that tensors had before anything was written into them: a reader that comes after a
+    scatter then counts as one before it, and may run before it. Before 2.13 it also forgets that a
+    writer waits for the readers of the old values. Names and waits are put right.
     """
     _keep_names()
     with _torch.inductor_config.patch(SOUND):
@@ -183,8 +184,11 @@ def _keep_names() -> None:
     original = node.recompute_size_and_body
 
     def recompute(self: Any, *args: Any, **kwargs: Any) -> None:
+        reads = self.read_writes.reads
+        waits = [dep for dep in reads if isinstance(dep, (_torch.WeakDep, _torch.StarDep))]
         original(self, *args, **kwargs)
-        self.set_read_writes(self.read_writes.rename(self.mutation_renames))
+        found = self.read_writes.with_read(type(reads)(waits))
+        self.set_read_writes(found.rename(self.mutation_renames))
 
     node.recompute_size_and_body = recompute  # type: ignore[method-assign]
 
