@@ -379,6 +379,7 @@ OPERATORS: dict[str, str] = {
     "_fused_rms_norm": "RMS norm by PyTorch's fused kernel",
     "_fused_rms_norm_backward": "its derivative",
     "_fused_sdp_choice": "which kernel of attention PyTorch would choose",
+    "_linalg_check_errors": "what raises for a singular matrix, after the operator that computes",
     "_local_scalar_dense": "`item()`, which a captured graph must not hold",
     "_log_softmax_backward_data": "the derivative of log softmax from its result",
     "_native_batch_norm_legit": "batch norm with the statistics of the batch",

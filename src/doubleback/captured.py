@@ -24,7 +24,7 @@ from .capture import (
 )
 from .counting import counting
 from .errors import CaptureError, InputError, RuleError, refuse_unused, warn
-from .graph import Graph, Meta, Node
+from .graph import Graph, Meta, Node, Ref
 from .penalties import Way
 from .plan import Plan, make_plan
 from .rules import Structure, find_rule
@@ -255,6 +255,14 @@ class CapturedModule(nn.Module):
                 found[i] = len(inputs)
                 inputs.append(call.x[i])
         penalised: Any = tuple([graph.inputs[place] for place in found])  # type: ignore[index]
+        moving = _sized_by(graph, penalised)
+        if moving is not None:
+            raise CaptureError(
+                f"{type(self.net).__name__} cannot be captured as one graph: the shape of what "
+                f"{moving.op} yields depends on numbers that are computed from the penalised input"
+                f"\n  stopped at {moving.source}\n  Remedy: a fixed size (torch.where in the place "
+                "of a mask as an index)."
+            )
         outputs, shapes = graph.ends_at(numbers)
         key = (id(graph), numbers, penalised)
         return Site(call, graph, numbers, inputs, penalised, outputs, shapes[0], key)
@@ -349,6 +357,17 @@ class CapturedModule(nn.Module):
             t = swept[item] if item in swept else prelude[item]
             found.append(t if gradients else t.detach())
         return found
+
+
+def _sized_by(graph: Graph, penalised: Sequence[int]) -> Node | None:
+    """The node that yields a size from numbers which are swept. Those that are given (edges, masks)
+    may decide sizes."""
+    moving = set(penalised)
+    for node in graph.deciding:
+        if moving.intersection(node.inputs):
+            moving.update(node.outputs)
+    decided = {where[0].index for where in graph.symbols.values() if isinstance(where[0], Ref)}
+    return next((n for n in graph.deciding if moving & decided & set(n.outputs)), None)
 
 
 def _with_inputs(graph: Graph, more: Sequence[Tensor]) -> Graph:
