@@ -323,7 +323,9 @@ class CapturedModule(nn.Module):
         key = (id(site.open), site.penalised, *key)
         _, family = self._families.get(key, (None, None))
         if family is None:
-            family = Family(site.open, plan, make, self.compile_mode, self.flatten_after)
+            family = Family(
+                site.open, plan, make, self.compile_mode, self.flatten_after, self.recompute
+            )
             remember(self._families, key, (site.open, family))
         return OpenProgram(family, site.numbers, lambda: make(plan.at(site.graph)))
 
@@ -338,7 +340,7 @@ class CapturedModule(nn.Module):
         after = None if self.debug else self.flatten_after
         if after is not None and site.open.symbols:
             after = max(after, SETTLED)
-        return Replay(False if self.debug else self.compile_mode, after)
+        return Replay(False if self.debug else self.compile_mode, after, self.recompute)
 
     def _finish(
         self, site: Site, plan: Plan, prelude: Mapping[int, Tensor], outputs: Sequence[Tensor],
