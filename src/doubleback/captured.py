@@ -243,18 +243,18 @@ class CapturedModule(nn.Module):
         only_one(graph.targets, self.output)
         numbers = graph.read_symbols(inputs)
         places = {id(t): i for i, t in enumerate(inputs) if isinstance(t, Tensor)}
-        found = [places.get(id(t)) for t in call.aliases]
+        where = [places.get(id(t)) for t in call.aliases]
         inputs = list(inputs)
-        for place, x in zip(found, call.x, strict=True):
+        for place, x in zip(where, call.x, strict=True):
             if place is not None:
                 inputs[place] = x
-        unused = tuple(i for i, place in enumerate(found) if place is None)
+        unused = tuple(i for i, place in enumerate(where) if place is None)
         if unused:
             graph = self._extended(graph, unused, call)
             for i in unused:
-                found[i] = len(inputs)
+                where[i] = len(inputs)
                 inputs.append(call.x[i])
-        penalised: Any = tuple([graph.inputs[place] for place in found])  # type: ignore[index]
+        penalised: Any = tuple([graph.inputs[place] for place in where])  # type: ignore[index]
         outputs, shapes = graph.ends_at(numbers)
         key = (id(graph), numbers, penalised)
         return Site(call, graph, numbers, inputs, penalised, outputs, shapes[0], key)
@@ -341,14 +341,14 @@ class CapturedModule(nn.Module):
         written = {v: mutated.get(place, prelude.get(v)) for place, v in graph.mutations.items()}
         write_state(graph, site.inputs, written)  # type: ignore[arg-type]
         swept = dict(zip(plan.outputs, outputs, strict=True))
-        found = []
+        ordered = []
         for item in site.outputs:
             if isinstance(item, tuple):
-                found.append(item[0])
+                ordered.append(item[0])
                 continue
             t = swept[item] if item in swept else prelude[item]
-            found.append(t if gradients else t.detach())
-        return found
+            ordered.append(t if gradients else t.detach())
+        return ordered
 
 
 def _with_inputs(graph: Graph, more: Sequence[Tensor]) -> Graph:

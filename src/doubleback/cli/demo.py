@@ -183,20 +183,20 @@ class Demo:
     def _quality(self, bar: Progress) -> dict[str, Any]:
         x, y = (values[:TESTED] for values in self.data.test)
         task = bar.add_task("attack", total=len(self.nets), state="")
-        found = {}
+        quality = {}
         for done, (name, net) in enumerate(self.nets.items(), start=1):
             net.eval()
-            found[name] = measure(net, x, y)
+            quality[name] = measure(net, x, y)
             net.train()
-            state = f"{name}: PGD {found[name]['PGD'][SIZES.index(ATTACK)]:.1%} at ε = {ATTACK}"
+            state = f"{name}: PGD {quality[name]['PGD'][SIZES.index(ATTACK)]:.1%} at ε = {ATTACK}"
             bar.update(task, completed=done, state=state)
             self._line("attack", done, len(self.nets), state)
-        return found
+        return quality
 
     def _costs(self, bar: Progress) -> dict[str, Any]:
         """Each penalty on the network that it trained."""
         x, y = (values[:BATCH] for values in self.data.train)
-        found = {}
+        costs = {}
         for name in self.names:
             net, budget = self.nets[name], self.arguments.seconds
             ways = experiment.steps(
@@ -208,11 +208,11 @@ class Demo:
                 rounds = len(times[experiment.PLAIN])
                 passed = min(time.perf_counter() - start, budget)
                 bar.update(task, completed=passed, state=f"{rounds} rounds")
-            found[name] = experiment.summary(times)
-            state = f"{found[name][experiment.PLAIN]['rounds']} rounds"
+            costs[name] = experiment.summary(times)
+            state = f"{costs[name][experiment.PLAIN]['rounds']} rounds"
             bar.update(task, completed=budget, state=state)
             self._line(f"time, {name}", 1, 1, state)
-        return found
+        return costs
 
     def _explained(self, bar: Progress) -> tuple[dict, dict]:
         x, y = (values[:16] for values in self.data.test)
@@ -499,11 +499,11 @@ def _costs(results: dict[str, Any]) -> str:
 
 def _parity(results: dict[str, Any]) -> str:
     parts = []
-    for name, found in results["parity"].items():
+    for name, parity in results["parity"].items():
         parts.append(
-            f"<p>{_label(results, name)}: worst relative error {found['worst']:.1e} in "
-            f"{found['rows']} quantities.</p><details><summary>the worst of them</summary>"
-            f"<pre>{escape(found['text'])}</pre></details>"
+            f"<p>{_label(results, name)}: worst relative error {parity['worst']:.1e} in "
+            f"{parity['rows']} quantities.</p><details><summary>the worst of them</summary>"
+            f"<pre>{escape(parity['text'])}</pre></details>"
         )
     return (
         "<p class=soft>The networks as trained above, in float64, against PyTorch's own double "

@@ -295,7 +295,7 @@ PLAIN, STOCK, PATCH, OURS, ONE_CALL = (
 def steps(net: nn.Module, penalty: db.Penalty, weight: float, compile: bool) -> dict[str, Step]:
     """The same gradient by every means, and a plain step beside them."""
     model = db.Penalised(net, penalty)
-    found = {
+    ways = {
         PLAIN: plain_step(net),
         STOCK: stock_step(net, penalty, weight),
         PATCH: _double_backward(net, penalty, weight),  # the same code, `around` it the patch
@@ -304,8 +304,8 @@ def steps(net: nn.Module, penalty: db.Penalty, weight: float, compile: bool) -> 
     }
     if compile:
         fast = db.Penalised(net, penalty, compile=True)
-        found["… accumulate, compiled"] = accumulated_step(fast, weight)
-    return found
+        ways["… accumulate, compiled"] = accumulated_step(fast, weight)
+    return ways
 
 
 def around(name: str) -> AbstractContextManager:
@@ -317,18 +317,18 @@ def around(name: str) -> AbstractContextManager:
 
 
 def interleaved(
-    found: Mapping[str, Step], net: nn.Module, x: Tensor, y: Tensor, seconds: float
+    ways: Mapping[str, Step], net: nn.Module, x: Tensor, y: Tensor, seconds: float
 ) -> Iterator[dict[str, list[float]]]:
     """Times of each step so far, after every round: all take a turn per round, so that a busy
     machine slows them alike. Three rounds warm up, then as many follow as fit into `seconds`, five
     at least."""
     wait = torch.cuda.synchronize if x.is_cuda else lambda: None
-    times: dict[str, list[float]] = {name: [] for name in found}
+    times: dict[str, list[float]] = {name: [] for name in ways}
     turn, begin = 0, time.perf_counter()
     while turn < 8 or time.perf_counter() - begin < seconds:
         if turn == 3:
             begin = time.perf_counter()
-        for name, step in found.items():
+        for name, step in ways.items():
             net.zero_grad()
             with around(name):
                 wait()

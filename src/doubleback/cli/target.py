@@ -36,29 +36,29 @@ def build(arguments: argparse.Namespace) -> tuple[db.Penalised, tuple[Tensor, ..
 def device(name: str) -> torch.device:
     """What --device names, if it is there."""
     try:
-        found = torch.device(name)
+        where = torch.device(name)
     except RuntimeError:
         nearest("--device", name, ("cpu", "cuda"), "cuda:0, …")
         raise
-    if found.type not in ("cpu", "cuda"):
+    if where.type not in ("cpu", "cuda"):
         raise UsageError(f"--device {name}: commands run on cpu or cuda")
-    if found.type == "cuda" and not torch.cuda.is_available():
+    if where.type == "cuda" and not torch.cuda.is_available():
         raise UsageError(f"--device {name}: PyTorch finds no CUDA device here; leave --device out")
-    if found.type == "cuda" and (found.index or 0) >= torch.cuda.device_count():
+    if where.type == "cuda" and (where.index or 0) >= torch.cuda.device_count():
         raise UsageError(f"--device {name}: there are {torch.cuda.device_count()} CUDA devices")
-    return found
+    return where
 
 
 def folder(name: str) -> Path:
     """What --out names, made, before anything else takes time."""
-    found = Path(name)
+    path = Path(name)
     try:
-        found.mkdir(parents=True, exist_ok=True)
+        path.mkdir(parents=True, exist_ok=True)
     except FileExistsError as error:
-        raise UsageError(f"--out: {found} is a file") from error
+        raise UsageError(f"--out: {path} is a file") from error
     except OSError as error:
-        raise UsageError(f"--out: {found} cannot be made: {error.strerror}") from error
-    return found
+        raise UsageError(f"--out: {path} cannot be made: {error.strerror}") from error
+    return path
 
 
 def module(name: str) -> nn.Module:
@@ -74,18 +74,18 @@ def factory(name: str) -> Callable[[], object]:
     if "" not in sys.path:
         sys.path.insert(0, "")
     try:
-        found = importlib.import_module(module_name)
+        item = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         raise UsageError(f"cannot import {module_name!r}: {error}") from error
     for part in attribute.split("."):
-        if not hasattr(found, part):
-            near = difflib.get_close_matches(part, dir(found), 1, 0.6)
+        if not hasattr(item, part):
+            near = difflib.get_close_matches(part, dir(item), 1, 0.6)
             meant = f"; did you mean {near[0]!r}?" if near else ""
             raise UsageError(f"{module_name!r} has no {attribute!r}{meant}")
-        found = getattr(found, part)
-    if not callable(found):
-        raise UsageError(f"{name!r} is a {type(found).__name__}, not a callable")
-    return found
+        item = getattr(item, part)
+    if not callable(item):
+        raise UsageError(f"{name!r} is a {type(item).__name__}, not a callable")
+    return item
 
 
 def _call(made: Callable[[], object], name: str) -> nn.Module:

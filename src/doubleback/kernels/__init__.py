@@ -3,18 +3,12 @@ strided and locally connected products, curvature of activations; and how a kern
 now."""
 
 from .attention import (
-    BITS,
-    CUDNN,
-    EFFICIENT,
-    FLASH,
-    MATH,
-    Dropout,
     attention_backward,
     attention_forward,
     attention_second,
     attention_tangent,
-    recovered,
 )
+from .attention_stock import BITS, CUDNN, EFFICIENT, FLASH, MATH, Dropout, recovered
 from .depthwise import Depthwise, Part, taps_first
 from .launch import (
     BOUNDARY,
@@ -30,8 +24,16 @@ from .launch import (
     opaque,
     recording,
 )
-from .locally_connected import local_product, local_transpose, local_weight_adjoint
 from .pointwise import cleared, curvature, fused_curvature, second
+from .products import (
+    Strided,
+    affine_rows,
+    local_product,
+    local_transpose,
+    local_weight_adjoint,
+    pays,
+    times,
+)
 from .standardisation import (
     Groups,
     Point,
@@ -43,7 +45,6 @@ from .standardisation import (
     standardise_second,
     statistics,
 )
-from .strided import Strided, affine_rows, pays, times
 
 __all__ = [
     "BITS",
