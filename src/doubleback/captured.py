@@ -24,7 +24,7 @@ from .capture import (
 )
 from .counting import counting
 from .errors import CaptureError, InputError, RuleError, refuse_unused, warn
-from .graph import Graph, Meta, Node
+from .graph import Graph, Meta, Node, Ref
 from .penalties import Way
 from .plan import Plan, make_plan
 from .rules import Structure, find_rule
@@ -255,6 +255,14 @@ class CapturedModule(nn.Module):
                 where[i] = len(inputs)
                 inputs.append(call.x[i])
         penalised: Any = tuple([graph.inputs[place] for place in where])  # type: ignore[index]
+        moving = _sized_by(graph, penalised)
+        if moving is not None:
+            raise CaptureError(
+                f"{type(self.net).__name__} cannot be captured as one graph: the shape of what "
+                f"{moving.op} yields depends on numbers that are computed from the penalised input"
+                f"\n  stopped at {moving.source}\n  Remedy: a fixed size (torch.where in the place "
+                "of a mask as an index)."
+            )
         outputs, shapes = graph.ends_at(numbers)
         key = (id(graph), numbers, penalised)
         return Site(call, graph, numbers, inputs, penalised, outputs, shapes[0], key)
@@ -315,7 +323,9 @@ class CapturedModule(nn.Module):
         key = (id(site.open), site.penalised, *key)
         _, family = self._families.get(key, (None, None))
         if family is None:
-            family = Family(site.open, plan, make, self.compile_mode, self.flatten_after)
+            family = Family(
+                site.open, plan, make, self.compile_mode, self.flatten_after, self.recompute
+            )
             remember(self._families, key, (site.open, family))
         return OpenProgram(family, site.numbers, lambda: make(plan.at(site.graph)))
 
@@ -330,7 +340,7 @@ class CapturedModule(nn.Module):
         after = None if self.debug else self.flatten_after
         if after is not None and site.open.symbols:
             after = max(after, SETTLED)
-        return Replay(False if self.debug else self.compile_mode, after)
+        return Replay(False if self.debug else self.compile_mode, after, self.recompute)
 
     def _finish(
         self, site: Site, plan: Plan, prelude: Mapping[int, Tensor], outputs: Sequence[Tensor],
@@ -349,6 +359,17 @@ class CapturedModule(nn.Module):
             t = swept[item] if item in swept else prelude[item]
             ordered.append(t if gradients else t.detach())
         return ordered
+
+
+def _sized_by(graph: Graph, penalised: Sequence[int]) -> Node | None:
+    """The node that yields a size from numbers which are swept. Those that are given (edges, masks)
+    may decide sizes."""
+    moving = set(penalised)
+    for node in graph.deciding:
+        if moving.intersection(node.inputs):
+            moving.update(node.outputs)
+    decided = {where[0].index for where in graph.symbols.values() if isinstance(where[0], Ref)}
+    return next((n for n in graph.deciding if moving & decided & set(n.outputs)), None)
 
 
 def _with_inputs(graph: Graph, more: Sequence[Tensor]) -> Graph:

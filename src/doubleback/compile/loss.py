@@ -228,6 +228,7 @@ class Compiled:
             def changed(failure: Any) -> None:
                 me()._changed(failure)  # type: ignore[union-attr]
 
+            _follow_requires_grad(_calls)
             optimise = _torch.dynamo_optimize(
                 receive, nopython=True, dynamic=self.dynamic, guard_fail_fn=changed
             )
@@ -256,6 +257,7 @@ class Compiled:
         """Dynamo's backend: the graph is differentiated and compiled, and run by whoever calls."""
         call = _calls()[-1]
         try:
+            _refuse_stored(module)
             loss = take_mark(module)
             if loss is None:
                 _check(None, False)
@@ -314,6 +316,52 @@ class Compiled:
         except BaseException as error:
             call.error = error
             raise
+
+
+# ------------------------------------------------------------- requires_grad_ inside a loss
+#
+# Most losses with derivatives inside say `x = x.detach().requires_grad_()`, which TorchDynamo
+# follows from 2.13 on. What it lacks before is little: the call as a node of the graph, and the
+# answer to whoever asks the tensor afterwards. Both are given to it here, for tensors that the
+# graph itself makes; one of the caller's would have to be changed outside the graph.
+
+
+@functools.cache
+def _follow_requires_grad(ours: Callable[[], Any]) -> None:
+    """Teach Dynamo `requires_grad_()`, once, where it has not learned it itself.
+
+    ours: whether a loss of ours is being captured in this thread. All other programs meet PyTorch's
+    own answer.
+    """
+    if hasattr(_torch.SpeculationLog, "graph_break_on_requires_grad_"):
+        return
+    variable = _torch.TensorVariable
+    original = variable.method_requires_grad_
+
+    def method_requires_grad_(self: Any, tx: Any, requires_grad: Any = True) -> Any:
+        wanted = requires_grad if requires_grad is True else requires_grad.as_python_constant()
+        value = self.as_proxy().node.meta["example_value"]
+        if not ours() or self.source is not None or value.requires_grad == wanted:
+            return original(self, tx, requires_grad)
+        value.requires_grad_(wanted)
+        tx.output.create_proxy("call_method", "requires_grad_", (self.as_proxy(), wanted), {})
+        self.requires_grad = wanted
+        return self
+
+    variable.method_requires_grad_ = method_requires_grad_  # type: ignore[method-assign]
+
+
+def _refuse_stored(module: torch.fx.GraphModule) -> None:
+    """Raise where a tensor leaves the graph that requires grad: the loss and what is returned do
+    so detached, so this one was stored on a Python object, and might be differentiated later."""
+    (output,) = module.graph.find_nodes(op="output")
+    for node in output.all_input_nodes:
+        value = node.meta.get("example_value")
+        if node.op != "placeholder" and isinstance(value, Tensor) and value.requires_grad:
+            raise CaptureError(
+                f"it stores a tensor that requires grad, of shape {tuple(value.shape)}, on a "
+                "Python object; only the loss has gradients outside the graph"
+            )
 
 
 def _refuse_shared(step: WholeStep, inputs: Sequence[Any]) -> None:
@@ -648,6 +696,8 @@ _REMEDIES = (
     ("Unsupported Tensor.requires_grad_() call",
      "say x = x.detach().requires_grad_() inside the function"),
     ("returning intermediate with requires_grad_()",
+     "store no tensor that requires grad on Python objects, or detach it"),
+    ("it stores a tensor that requires grad",
      "store no tensor that requires grad on Python objects, or detach it"),
     ("external grad_fn", "detach what was computed outside, or pass it as an argument"),
     ("backward()", "use torch.autograd.grad(…, create_graph=True)"),

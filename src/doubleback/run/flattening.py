@@ -166,11 +166,13 @@ def flatten(
     compiler: bool | str,
     pass_inputs: bool = False,
     variant: Variant | None = None,
+    recompute: bool = False,
 ) -> Flat:
     """Trace `fn(tensors)`, which returns nested tensors and constants, and compile the trace.
 
     pass_inputs: an input that is returned unchanged does not travel through the graph. variant: for
     open sizes; then it is `fn(program, tensors)`, program being the variant's at open sizes.
+    recompute: what a compiler may compute again instead of holding it (`lifetimes.shorten`).
     """
     sizes = [] if variant is None else variant.numbers
     count = len(sizes)
@@ -199,7 +201,10 @@ def flatten(
     mode = "fake" if variant is None else "symbolic"
     with recording() as operations, torch.no_grad(), context:
         # class weights and the like become constants of the graph, whose key knows them
-        trace = make_fx(flat, tracing_mode=mode, _allow_non_fake_inputs=True)
+        table = inductor.decompositions() if compiler else None
+        trace = make_fx(
+            flat, decomposition_table=table, tracing_mode=mode, _allow_non_fake_inputs=True
+        )
         graph = trace(*sizes, *tensors)
     results = () if variant is None else _stand_ins(graph, tensors, places)
     straight_line.move_constants(graph)
@@ -207,9 +212,9 @@ def flatten(
     if not compiler:
         run = straight_line.boxed(graph)
     elif variant is None:
-        run = inductor.compiled(graph, compiler)
+        run = inductor.compiled(graph, compiler, recompute)
     else:
-        run = inductor.compiled_open(graph, variant.fakes, [*sizes, *tensors])
+        run = inductor.compiled_open(graph, variant.fakes, [*sizes, *tensors], recompute)
     return Flat(run, spec[0], places, operations, () if variant is None else tensors, results)
 
 
@@ -235,8 +240,8 @@ class Replay:
     With a compiler from the first call on; otherwise after `after` calls, node by node until then.
     """
 
-    def __init__(self, compiler: bool | str, after: int | None) -> None:
-        self.compiler = compiler
+    def __init__(self, compiler: bool | str, after: int | None, recompute: bool = False) -> None:
+        self.compiler, self.recompute = compiler, recompute
         self.after = 0 if compiler else after
         self.calls = 0
         self._flat: dict[Any, Flat] = {}
@@ -263,7 +268,7 @@ class Replay:
         flat = self._flat.get(key)
         if flat is None:
             try:
-                flat = flatten(fn, tensors, self.compiler, pass_inputs)
+                flat = flatten(fn, tensors, self.compiler, pass_inputs, recompute=self.recompute)
                 remember(self._flat, key, flat)
             except torch.OutOfMemoryError:
                 raise
@@ -307,10 +312,10 @@ class Family:
 
     def __init__(
         self, graph: Graph, plan: Plan, make: Callable[[Plan], Any], compiler: bool | str,
-        after: int | None,
+        after: int | None, recompute: bool,
     ) -> None:  # fmt: skip
         self.graph, self.plan, self.make = graph, plan, make
-        self.compiler = compiler
+        self.compiler, self.recompute = compiler, recompute
         self.after = 0 if compiler else after
         self.calls = 0
         self.variants: list[Variant] = []
@@ -396,7 +401,10 @@ class Variant:
         flat = self._flat.get(key)
         if flat is None:
             try:
-                flat = flatten(fn, stand_ins(), self.family.compiler, pass_inputs, self)
+                family = self.family
+                flat = flatten(
+                    fn, stand_ins(), family.compiler, pass_inputs, self, family.recompute
+                )
                 remember(self._flat, key, flat)
             except torch.OutOfMemoryError:
                 raise
