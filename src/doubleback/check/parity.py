@@ -217,8 +217,9 @@ def _as_new(net: nn.Module, original: nn.Module) -> bool:
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
     """Those that a call might change; of buffers only which there are."""
-    buffers = {n: None if t is None else tuple(t.shape) for n, t in module._buffers.items()}
-    return {**vars(module), "_buffers": buffers, "_modules": tuple(module._modules)}
+    held = {n: v for n, v in vars(module).items() if n not in ("_buffers", "_modules")}
+    buffers = {n: tuple(t.shape) for n, t in module.named_buffers(recurse=False)}
+    return {**held, "_buffers": buffers, "_modules": [n for n, _ in module.named_children()]}
 
 
 def _alike(a: Any, b: Any) -> bool:

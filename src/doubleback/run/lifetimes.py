@@ -90,7 +90,7 @@ def _light(node: Node) -> bool:
         return False
     if is_view(node):
         return True
-    op = node.target
+    op: Any = node.target
     if not isinstance(op, OpOverload) or draws(op) or op._schema.is_mutable:
         return False
     return torch.Tag.pointwise in op.tags or op in _COPIES
