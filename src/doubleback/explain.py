@@ -227,6 +227,19 @@ def with_iterations(told: Explanation, iterations: int) -> Explanation:
     return replace(told, sweeps={**sweeps, **rest})
 
 
+def with_pulls(told: Explanation, directions: int, rounds: int) -> Explanation:
+    """Backward and tangent sweep for every direction, and the backward sweeps before, `rounds` for
+    each, that find the directions."""
+    sweeps = dict(told.sweeps)
+    rest = {name: sweeps.pop(name) for name in ("backward", "tangent", "second")}
+    for name in ("backward", "tangent"):
+        rest[name] = {key: directions * n for key, n in rest[name].items()}
+    if rounds:
+        name = f"{_several(directions, 'direction')}, {_several(rounds, 'term')}"
+        sweeps[name] = {key: rounds * n for key, n in rest["backward"].items()}
+    return replace(told, sweeps={**sweeps, **rest})
+
+
 def _row(nodes: int, done: Operations | None) -> dict[str, int]:
     counts = {} if done is None else {key: getattr(done, key) for key in OPERATIONS}
     return {"nodes": nodes, **counts}

@@ -14,10 +14,11 @@ from ._torch import pytree
 from .capture import requires_grad
 from .captured import CapturedModule, Site
 from .errors import InputError, warn
-from .explain import Explanation, explain, explain_jacobian, with_iterations
+from .explain import Explanation, explain, explain_jacobian, with_iterations, with_pulls
 from .graph import Graph
-from .jacobian import SpectralProgram, plan_jacobian, price
+from .jacobian import DirectionsProgram, SpectralProgram, plan_jacobian, price
 from .penalties import (
+    Directions,
     Jacobian,
     Loss,
     LossGradient,
@@ -124,6 +125,17 @@ class Penalised(CapturedModule):
                 "a CUDA graph cannot carry SpectralNorm's vector from call to call; use "
                 "warm_start=False or cuda_graph=False"
             )
+        if cuda_graph and isinstance(penalty, Directions):
+            if not penalty.fixed_rounds:
+                raise InputError(
+                    "a CUDA graph would take the same number of terms in every call, which biases "
+                    "LogDet; use roulette=0 or cuda_graph=False"
+                )
+            if penalty.generator is not None:
+                raise InputError(
+                    f"a CUDA graph draws from PyTorch's own generator; leave "
+                    f"{type(penalty).__name__}'s generator out or use cuda_graph=False"
+                )
 
     if TYPE_CHECKING:  # nn.Module's own says Any
 
@@ -149,7 +161,7 @@ class Penalised(CapturedModule):
 
     def _captures(self, call: Any) -> bool:
         """Without an example there is nothing to plan seeds for."""
-        seeded = isinstance(self.penalty, (Jacobian, SpectralNorm))
+        seeded = isinstance(self.penalty, (Jacobian, SpectralNorm, Directions))
         return super()._captures(call) and not (seeded and not call.x[0].shape[0])
 
     def _forward(self, *args: Any, **kwargs: Any) -> tuple[Any, Tensor]:
@@ -328,6 +340,12 @@ class Penalised(CapturedModule):
         elif isinstance(self.penalty, SpectralNorm):
             bare = SpectralProgram.build(plan, self.penalty, False, replay, {})
             told = with_iterations(explain(plan, self.penalty), self.penalty.iterations)
+        elif isinstance(self.penalty, Directions):
+            cheap = self.penalty.cheap()
+            bare = DirectionsProgram(plan, cheap, False, replay, asked=tuple(call.asked))
+            told = with_pulls(
+                explain(plan, self.penalty), cheap.count(site.shape), cheap.drawn_rounds()
+            )
         else:
             told = explain(plan, self.penalty)
             bare = Program(plan, self.penalty, asked=tuple(call.asked))
@@ -397,6 +415,10 @@ class Penalised(CapturedModule):
             return SpectralProgram.build(
                 plan.at(site.graph), self.penalty, self.debug, replay, self._carried
             )
+        if isinstance(self.penalty, Directions):
+            replay = replay if penalty else Replay(False, None)
+            at = plan.at(site.graph)
+            return DirectionsProgram(at, self.penalty, self.debug, replay, asked=asked)
         if not both:
             plan = plan.at(site.graph)
             return CallersProgram(plan, self.penalty, self.debug, asked=asked, replay=replay)

@@ -80,7 +80,7 @@ class Jacobian(Penalty):
             raise InputError("projections are taken over all outputs; leave entries out")
         if plan in ("columns", "waist", "diagonal") and projections is not None:
             raise InputError(f'plan="{plan}" is exact; projections are swept by rows')
-        _check_hilbert(self.space, "Jacobian", "space")
+        check_hilbert(self.space, "Jacobian", "space")
         self.of, self.projections, self.chunk = of, projections, chunk
         self.entries, self.plan, self.memory = entries, plan, memory
         self.varying = of == "softmax"
@@ -236,8 +236,8 @@ class SpectralNorm(Penalty):
             raise InputError(f"iterations must be an int, at least 0, not {iterations!r}")
         if iterations == 0 and not warm_start:
             raise InputError("iterations=0 without warm_start measures J along a random direction")
-        _check_hilbert(self.domain, "SpectralNorm", "domain")
-        _check_hilbert(self.codomain, "SpectralNorm", "codomain")
+        check_hilbert(self.domain, "SpectralNorm", "domain")
+        check_hilbert(self.codomain, "SpectralNorm", "codomain")
         self.iterations, self.warm_start = iterations, warm_start
 
     def start(self, out: Tensor) -> Tensor:
@@ -318,7 +318,7 @@ def slot(out: Tensor) -> tuple:
     return tuple(out.shape), out.dtype, out.device
 
 
-def _check_hilbert(space: Any, penalty: str, name: str) -> None:
+def check_hilbert(space: Any, penalty: str, name: str) -> None:
     """‖J‖_F and adjoints need an inner product."""
     if not getattr(space, "hilbert", True):
         raise InputError(
@@ -345,10 +345,14 @@ def helmert(size: int, dtype: torch.dtype, device: Any) -> Tensor:
     return (rows / torch.sqrt(i * (i + 1))).to(dtype)
 
 
-def directions(batch: int, size: int, count: int, device: Any) -> Tensor:
+def directions(
+    batch: int, size: int, count: int, device: Any, generator: torch.Generator | None = None
+) -> Tensor:
     """`count` orthonormal directions per example, each uniform on the sphere: (count, batch, size)
     in float64 where they had to be made orthogonal."""
-    drawn = torch.randn(batch, size, count, dtype=torch.float32, device=device)
+    where = device if generator is None else generator.device
+    shape = (batch, size, count)
+    drawn = torch.randn(shape, dtype=torch.float32, device=where, generator=generator).to(device)
     if count == 1:
         return (drawn / drawn.norm(dim=1, keepdim=True)).permute(2, 0, 1)
     return torch.linalg.qr(drawn.double()).Q.permute(2, 0, 1)

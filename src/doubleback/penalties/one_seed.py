@@ -157,6 +157,13 @@ class Penalty(ABC):
         """Every v whose penalty p(J*v) adds to the total, for the oracle."""
         return [self.oracle_seed(out, *extra)]
 
+    def oracle_values(
+        self, out: Tensor, pull: Callable[..., list[Tensor]], *extra: Any
+    ) -> Tensor | None:
+        """p per example, for the oracle of a penalty that is no sum of p(J*v) over `oracle_seeds`.
+        pull(v, graph) is J*v, differentiable for None, not for False."""
+        return None
+
     def seeds_from(self, carried: dict) -> Callable[..., Sequence[Tensor]] | None:
         """`oracle_seeds` that go on from what earlier calls left in `carried`, for penalties that
         do so."""
@@ -281,6 +288,8 @@ class LossGradient(Penalty):
 class _Entry(Penalty):
     """v = e⟨index⟩, the same for every example."""
 
+    instead = ""  # what else there is for several outputs
+
     def __init__(
         self, index: Any = None, norm: NormLike | None = None, reduction: Reduction = "mean"
     ) -> None:
@@ -308,7 +317,7 @@ class _Entry(Penalty):
             if any(size != 1 for size in entry):
                 raise InputError(
                     f"{name}() needs one number per example, but the output has shape "
-                    f"{tuple(out_shape)}; choose an entry: {name}(index=...)"
+                    f"{tuple(out_shape)}; choose an entry: {name}(index=...){self.instead}"
                 )
             return
         index = self.index if isinstance(self.index, tuple) else (self.index,)
@@ -343,10 +352,11 @@ class GradientMatch(_Entry):
     """Sobolev training and force matching: R = p(∇ₓ out⟨index⟩ − target).
 
     The target, shaped like x (a tuple for several inputs), is the call's last argument. One that
-    requires grad receives its gradient, ∂R/∂target = −∇p.
+    requires grad receives its gradient, ∂R/∂target = −∇p. For several outputs: `JacobianMatch`.
     """
 
     extras = 1
+    instead = ", or match the whole Jacobian: JacobianMatch()"
 
     def _difference(self, xi: Sequence[Tensor], target: Any) -> list[Tensor]:
         targets = target if isinstance(target, (tuple, list)) else (target,)
