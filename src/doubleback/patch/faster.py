@@ -192,7 +192,8 @@ def _accepts_convolution(a: Arguments) -> bool:
 
 def _convolution_pays(xi: Tensor, x: Tensor, weight: Tensor, *others: Any) -> bool:
     """In groups always; else from about 60 million operations on."""
-    return others[6] != 1 or 2 * xi.numel() * weight[0].numel() >= 6e7
+    per_output = weight.numel() // max(1, weight.shape[0])
+    return others[6] != 1 or 2 * xi.numel() * per_output >= 6e7
 
 
 CONVOLUTION = [

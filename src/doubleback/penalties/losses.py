@@ -345,7 +345,8 @@ class CrossEntropy(Loss):
         return (target.sum(1, keepdim=True) * s - target).to(out.dtype)
 
     def total(self, out: Tensor, y: Any) -> Tensor | None:
-        if self.smoothing or self.weights is not None or y.is_floating_point():
+        # PyTorch's own takes labels of 64 bits alone
+        if self.smoothing or self.weights is not None or y.dtype is not torch.long:
             return None
         return F.cross_entropy(lifted(out), y, ignore_index=self.ignore, reduction="sum")
 
