@@ -515,7 +515,7 @@ def run(arguments: argparse.Namespace) -> common.Report:
     )
     epochs = arguments.epochs or ((10 if full else 3) if mnist else (60 if full else 25))
     attacked = min(arguments.attacked or (len(data.test[1]) if full else 300), len(data.test[1]))
-    tried = min(epochs, 3) if mnist else epochs  # epochs to choose a weight by
+    tried = max(1, epochs // 3) if mnist else epochs  # epochs to choose a weight by
     settings = [arguments.data.partition(":")[0], arguments.seed, epochs, attacked, steps]
     kept = Kept(arguments.keep, settings)
     names = tuple(method.name for method in methods())

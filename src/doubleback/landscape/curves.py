@@ -33,6 +33,7 @@ from torch import Tensor
 from ..errors import InputError
 from ..graph import Node
 from ..penalties import (
+    Directions,
     Jacobian,
     LossGradient,
     OutputGradient,
@@ -570,6 +571,8 @@ def penalty(path: Path, of: Penalty, *extra: Tensor) -> Curve:
 def _refuse_unknown(of: Penalty) -> None:
     """A landscape is a function of weights and inputs: nothing drawn at random, no iteration."""
     takes = "a landscape takes OutputGradient, LossGradient or an exact Jacobian"
+    if isinstance(of, Directions):
+        raise InputError(f"{type(of).__name__} measures many directions of its own; {takes}")
     if isinstance(of, SpectralNorm):
         raise InputError(
             f"SpectralNorm finds its direction by iteration, from a random one; {takes}"

@@ -286,7 +286,7 @@ class LossGradient(Penalty):
 
 
 class _Entry(Penalty):
-    """v = e⟨index⟩, the same for every example."""
+    """v = e⟨index⟩, the same for every example; "sum": ones."""
 
     instead = ""  # what else there is for several outputs
 
@@ -294,12 +294,12 @@ class _Entry(Penalty):
         self, index: Any = None, norm: NormLike | None = None, reduction: Reduction = "mean"
     ) -> None:
         super().__init__(norm, reduction)
-        if index is not None and not _is_index(index):
-            raise InputError(f"index must be an int or a tuple of ints, not {index!r}")
+        if index is not None and index != "sum" and not _is_index(index):
+            raise InputError(f'index must be an int, a tuple of ints or "sum", not {index!r}')
         self.index = index
 
     def seed(self, out: Tensor, *extra: Tensor) -> Tensor:
-        if self.index is None:
+        if self.index is None or self.index == "sum":
             return torch.ones_like(out)
         # a comparison of positions, not an assignment, so that it flattens into one graph
         v = torch.ones((), dtype=out.dtype, device=out.device)
@@ -313,11 +313,14 @@ class _Entry(Penalty):
         super().check(out_shape, x, *extra)
         entry = tuple(out_shape[1:])
         name = type(self).__name__
+        if self.index == "sum":
+            return
         if self.index is None:
             if any(size != 1 for size in entry):
                 raise InputError(
                     f"{name}() needs one number per example, but the output has shape "
-                    f"{tuple(out_shape)}; choose an entry: {name}(index=...){self.instead}"
+                    f"{tuple(out_shape)}; choose an entry: {name}(index=...), or their "
+                    f'sum: {name}(index="sum"){self.instead}'
                 )
             return
         index = self.index if isinstance(self.index, tuple) else (self.index,)
@@ -339,7 +342,8 @@ def _is_index(index: Any) -> bool:
 
 
 class OutputGradient(_Entry):
-    """R = p(∇ₓ out⟨index⟩); with index=None the network is a scalar critic (R1, WGAN-GP).
+    """R = p(∇ₓ out⟨index⟩); with index=None the network is a scalar critic (R1, WGAN-GP), with
+    index="sum" a critic of patches, of whose outputs the sum is differentiated.
 
     >>> import torch, doubleback as db
     >>> critic = torch.nn.Sequential(torch.nn.Linear(2, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
