@@ -352,7 +352,10 @@ class CapturedModule(nn.Module):
         write_state(graph, site.inputs, written)  # type: ignore[arg-type]
         swept = dict(zip(plan.outputs, outputs, strict=True))
         ordered = []
-        for item in site.outputs:
+        for i, item in enumerate(site.outputs):
+            if i in graph.returned:
+                ordered.append(site.inputs[graph.returned[i]])
+                continue
             if isinstance(item, tuple):
                 ordered.append(item[0])
                 continue

@@ -119,11 +119,8 @@ class Penalised(CapturedModule):
         )  # fmt: skip
         self.penalty = penalty
         self.cuda_graph = cuda_graph
-        if cuda_graph and penalty.carries:
-            raise InputError(
-                f"a CUDA graph cannot carry {type(penalty).__name__}'s vector from call to call; "
-                "use warm_start=False or cuda_graph=False"
-            )
+        if cuda_graph and penalty.no_graph is not None:
+            raise InputError(penalty.no_graph)
 
     if TYPE_CHECKING:  # nn.Module's own says Any
 
@@ -311,7 +308,7 @@ class Penalised(CapturedModule):
         flat = self.flatten_after is not None and not self.debug
         program, _ = self._program(site, gradients=True)
         program = program.to_price(Replay(False, 0 if flat else None))
-        told = replace(explain(program), way=self._way(site))
+        told = replace(explain(program), penalty=repr(self.penalty), way=self._way(site))
         try:
             cost = price(program, call.constants, twice=flat)
         except (RuntimeError, TypeError):  # an operator that no fake tensor can run

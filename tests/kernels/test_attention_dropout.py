@@ -148,8 +148,8 @@ def kernel(monkeypatch):
             def __exit__(self, *error):
                 return None
 
-        monkeypatch.setattr(kernels, "drop", drop)
-        monkeypatch.setattr(kernels, "_random_state", State)
+        monkeypatch.setattr(stock, "drop", drop)
+        monkeypatch.setattr(stock, "_random_state", State)
         return states
 
     return install

@@ -1,6 +1,7 @@
 """Penalties R = p(J*v): choices of v and p, norms and losses, and the same by plain autograd."""
 
 from .autograd import Way, accumulate_on_autograd, derivatives, on_autograd
+from .directions import Directions, JacobianMatch, LogDet
 from .losses import (
     BinaryCrossEntropy,
     CrossEntropy,
@@ -21,8 +22,11 @@ __all__ = [
     "CrossEntropy",
     "Custom",
     "Deviation",
+    "Directions",
     "GradientMatch",
     "Jacobian",
+    "JacobianMatch",
+    "LogDet",
     "Loss",
     "LossGradient",
     "LossName",

@@ -69,6 +69,13 @@ def autograd_penalty(
         if summed is not None:
             total = penalty.value(pulled(summed, leaves, None, graph, unused), *extra)
         else:
+
+            def pull(v: Tensor, differentiable: bool | None = None) -> list[Tensor]:
+                through = graph if differentiable is None else differentiable
+                return pulled(out, leaves, v, through, unused)
+
+            total = penalty.oracle_values(out, pull, *extra)
+        if total is None:
             for v in seeds(out, leaves, *extra) if out.requires_grad else [None]:
                 value = penalty.value(pulled(out, leaves, v, graph, unused), *extra)
                 total = value if total is None else total + value

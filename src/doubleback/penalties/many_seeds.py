@@ -82,7 +82,7 @@ class Jacobian(Penalty):
             raise InputError("projections are taken over all outputs; leave entries out")
         if plan in ("columns", "waist", "diagonal") and projections is not None:
             raise InputError(f'plan="{plan}" is exact; projections are swept by rows')
-        _check_hilbert(self.space, "Jacobian", "space")
+        check_hilbert(self.space, "Jacobian", "space")
         self.of, self.projections, self.chunk = of, projections, chunk
         self.entries, self.plan, self.memory = entries, plan, memory
         self.varying = of == "softmax"
@@ -149,7 +149,7 @@ class Jacobian(Penalty):
         return softmax_curvature(out.softmax(-1), bank, h, -1).sum(0)
 
     def program(self, request: Request) -> Any:
-        return plan_jacobian(request.plan(), self, request.debug, _replay(self, request))
+        return plan_jacobian(request.plan(), self, request.debug, replay_of(self, request))
 
     def seed(self, out: Tensor, *extra: Tensor) -> Tensor:
         raise InputError("Jacobian has many seeds; see oracle_seeds")
@@ -259,8 +259,8 @@ class SpectralNorm(Penalty):
             raise InputError(f"iterations must be an int, at least 0, not {iterations!r}")
         if iterations == 0 and not warm_start:
             raise InputError("iterations=0 without warm_start measures J along a random direction")
-        _check_hilbert(self.domain, "SpectralNorm", "domain")
-        _check_hilbert(self.codomain, "SpectralNorm", "codomain")
+        check_hilbert(self.domain, "SpectralNorm", "domain")
+        check_hilbert(self.codomain, "SpectralNorm", "codomain")
         self.iterations, self.warm_start = iterations, warm_start
 
     needs_examples = True
@@ -270,13 +270,22 @@ class SpectralNorm(Penalty):
     def carries(self) -> bool:
         return self.warm_start
 
+    @property
+    def no_graph(self) -> str | None:
+        if not self.warm_start:
+            return None
+        return (
+            "a CUDA graph cannot carry SpectralNorm's vector from call to call; use "
+            "warm_start=False or cuda_graph=False"
+        )
+
     def afresh(self) -> SpectralNorm:
         other = copy.copy(self)
         other.iterations, other.warm_start = max(1, self.iterations), False
         return other
 
     def program(self, request: Request) -> Any:
-        replay = _replay(self, request)
+        replay = replay_of(self, request)
         return SpectralProgram.build(request.plan(), self, request.debug, replay, request.carried)
 
     def start(self, out: Tensor) -> Tensor:
@@ -357,7 +366,7 @@ class SpectralNorm(Penalty):
         )
 
 
-def _replay(penalty: Penalty, request: Request) -> Replay:
+def replay_of(penalty: Penalty, request: Request) -> Replay:
     """Flat graphs for the phases, unless a norm or space of the caller's runs in them."""
     return request.replay if penalty.fingerprint() is not None else Replay(False, None)
 
@@ -367,7 +376,7 @@ def _slot(out: Tensor) -> tuple:
     return tuple(out.shape), out.dtype, out.device
 
 
-def _check_hilbert(space: Any, penalty: str, name: str) -> None:
+def check_hilbert(space: Any, penalty: str, name: str) -> None:
     """‖J‖_F and adjoints need an inner product."""
     if not getattr(space, "hilbert", True):
         raise InputError(
@@ -385,10 +394,14 @@ def helmert(size: int, dtype: torch.dtype, device: Any) -> Tensor:
     return (rows / torch.sqrt(i * (i + 1))).to(dtype)
 
 
-def directions(batch: int, size: int, count: int, device: Any) -> Tensor:
+def directions(
+    batch: int, size: int, count: int, device: Any, generator: torch.Generator | None = None
+) -> Tensor:
     """`count` orthonormal directions per example, each uniform on the sphere: (count, batch, size)
     in float64 where they had to be made orthogonal."""
-    drawn = torch.randn(batch, size, count, dtype=torch.float32, device=device)
+    where = device if generator is None else generator.device
+    shape = (batch, size, count)
+    drawn = torch.randn(shape, dtype=torch.float32, device=where, generator=generator).to(device)
     if count == 1:
         return (drawn / drawn.norm(dim=1, keepdim=True)).permute(2, 0, 1)
     return torch.linalg.qr(drawn.double()).Q.permute(2, 0, 1)

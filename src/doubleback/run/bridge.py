@@ -76,8 +76,9 @@ class Bridge(torch.autograd.Function):
         ctx.versions = [(t, t._version) for t in read if not t.is_inference()]
         # an alias each: a saved value that became an output would keep this node alive for ever
         results = tuple(out.detach() for out in outputs)
+        plan = program.plan
         ctx.mark_non_differentiable(
-            *(r for r in results if not (r.is_floating_point() or r.is_complex()))
+            *(r for v, r in zip(plan.outputs, results, strict=True) if v not in plan.trained)
         )
         return (*results, *(t.detach() for t in program.results(values)))
 
