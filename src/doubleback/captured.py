@@ -6,12 +6,14 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .capture import (
     Arguments,
@@ -25,7 +27,7 @@ from .capture import (
 from .counting import counting
 from .errors import CaptureError, InputError, RuleError, refuse_unused, warn
 from .graph import Graph, Meta, Node, Ref
-from .penalties import Way
+from .patch import patched, supported
 from .plan import Plan, make_plan
 from .rules import Structure, find_rule
 from .run import (
@@ -66,6 +68,21 @@ class Site:
     def graph(self) -> Graph:
         """Without open sizes: where sweeps run node by node, or are planned for the first time."""
         return self.open.at(self.numbers)
+
+
+Way = Literal["stock", "patched", "bare"]
+
+
+def derivatives(way: Way) -> AbstractContextManager:
+    """Whose second derivatives autograd uses inside. "stock": PyTorch's, with attention on its
+    unfused kernel, the only one that has any; "patched": the library's, fused attention's among
+    them, where this version of PyTorch can be patched; "bare": PyTorch's as they are, for networks
+    that are known to need no others."""
+    if way == "bare":
+        return nullcontext()
+    if way == "patched" and supported(torch.__version__):
+        return patched()
+    return sdpa_kernel(SDPBackend.MATH)
 
 
 SETTLED = 50  # calls of one size after which it is worth a flat graph of its own

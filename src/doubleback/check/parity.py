@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from .._torch import pytree
+from ..captured import Way
 from ..errors import CheckError, InputError
-from ..penalised import Penalised, WithGradient
-from ..penalties import Way, accumulate_on_autograd, on_autograd
+from ..penalised import Penalised, WithGradient, accumulate_on_autograd, on_autograd
 
 Model = Penalised | WithGradient
 

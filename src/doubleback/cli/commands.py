@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 
 import doubleback as db
-from doubleback.cli import UsageError, completions, nearest, require, target
+from doubleback.cli import UsageError, completions, nearest, require, shared
 
 
 def check(arguments: argparse.Namespace) -> int:
     """The gradients of one model against autograd's, in float64: 0 when every one agrees, 1 when
     one does not."""
-    model, inputs = target.build(arguments)
+    model, inputs = shared.build(arguments)
     try:
         report = db.check(model, *inputs)
     except db.CheckError as error:
@@ -37,7 +37,7 @@ def check(arguments: argparse.Namespace) -> int:
 
 def explain(arguments: argparse.Namespace) -> int:
     """The plan for one model, without running its penalty."""
-    model, inputs = target.build(arguments)
+    model, inputs = shared.build(arguments)
     plan = model.explain(*inputs)
     print(json.dumps(plan.as_dict(), indent=2) if arguments.json else plan)
     return 0
@@ -68,7 +68,7 @@ def landscape(arguments: argparse.Namespace) -> int:
         arguments.input_shape = [tuple(x.shape)]
     elif not arguments.input_shape:
         raise UsageError("give --input FILE or --input-shape M,…")
-    model, inputs = target.build(arguments)
+    model, inputs = shared.build(arguments)
     inputs = inputs if x is None else (x, *inputs[1:])
     if arguments.labels is not None:
         if not model.penalty.extras:
@@ -80,7 +80,7 @@ def landscape(arguments: argparse.Namespace) -> int:
     path = db.landscape.follow(model.net, inputs[0], along, _span(arguments.span))
     curve = db.landscape.penalty(path, model.penalty, *inputs[1:])
     verdict = db.landscape.judge(curve)
-    files = db.landscape.drawing.write_landscape(target.folder(arguments.out), curve, verdict)
+    files = db.landscape.drawing.write_landscape(shared.folder(arguments.out), curve, verdict)
     if arguments.json:
         print(json.dumps(verdict.as_dict(), indent=2))
     else:
@@ -157,19 +157,19 @@ def bench(arguments: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from doubleback.cli import demo, experiment
+    from doubleback.cli import demo
 
-    nets = arguments.net or list(experiment.NETS)
+    nets = arguments.net or list(shared.NETS)
     names = arguments.penalty or ["loss-gradient", "jacobian"]
     for net in nets:
-        nearest("--net", net, experiment.NETS)
+        nearest("--net", net, shared.NETS)
     for name in names:
         nearest("--penalty", name, demo.PENALTIES)
     if arguments.side < 8 or arguments.side % 8:
         raise UsageError(
             f"--side {arguments.side}: give a multiple of 8, the patches' smallest side"
         )
-    where = target.device(arguments.device)
+    where = shared.device(arguments.device)
     console = Console(highlight=False, stderr=arguments.json)
     cases = [(net, name) for name in names for net in nets]
     budget = arguments.seconds / len(cases)
@@ -183,14 +183,14 @@ def bench(arguments: argparse.Namespace) -> int:
         task = bar.add_task("", total=len(cases) * budget)
         for done, (net_name, name) in enumerate(cases):
             bar.update(task, completed=done * budget, description=f"{net_name}, {name}")
-            net = experiment.network(net_name, shape, arguments.seed).to(where)
+            net = shared.network(net_name, shape, arguments.seed).to(where)
             choice = demo.PENALTIES[name]
-            ways = experiment.steps(net, choice.build(), choice.weight, arguments.compile)
+            ways = shared.steps(net, choice.build(), choice.weight, arguments.compile)
             start, latest = time.perf_counter(), {}
-            for times in experiment.interleaved(ways, net, x, y, 0.6 * budget):
+            for times in shared.interleaved(ways, net, x, y, 0.6 * budget):
                 latest, passed = times, min(time.perf_counter() - start, budget)
                 bar.update(task, completed=done * budget + passed)
-            summaries[name][net_name] = experiment.summary(latest)
+            summaries[name][net_name] = shared.summary(latest)
         bar.update(task, completed=len(cases) * budget, description="done")
     results = {"batch": arguments.batch, "side": arguments.side, "versions": _versions(),
                "device": _device_name(where), "results": summaries}  # fmt: skip

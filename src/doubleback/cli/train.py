@@ -50,7 +50,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import default_collate
 
 import doubleback as db
-from doubleback.cli import LOSSES, UsageError, nearest, require, target
+from doubleback.cli import LOSSES, UsageError, nearest, require, shared
 from doubleback.penalties import Loss, make_loss
 
 OPTIMISERS = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
@@ -108,7 +108,7 @@ class Settings:
         nearest("--optimiser", settings.optimiser, OPTIMISERS)
         nearest("--schedule", settings.schedule, ("constant", "cosine"))
         nearest("--wrap", settings.wrap, ("ddp", "fsdp2"))
-        nearest("--penalty", settings.penalty, [n for n in target.TAKEN if n != "bilinear-form"])
+        nearest("--penalty", settings.penalty, [n for n in shared.TAKEN if n != "bilinear-form"])
         for name in ("epochs", "batch", "checkpoint_every", "log_every", "keep"):
             if getattr(settings, name) < 1:
                 raise UsageError(f"{name} must be at least 1, not {getattr(settings, name)}")
@@ -292,12 +292,12 @@ class Training:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self.device = target.device(settings.device)
+        self.device = shared.device(settings.device)
         self.processes = Processes.join(self.device)
         if self.device.type == "cuda" and self.processes.count > 1:
             self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
             torch.cuda.set_device(self.device)
-        self.folder = target.folder(settings.out)
+        self.folder = shared.folder(settings.out)
         self.checkpoints = Checkpoints(self.folder / "checkpoints", settings.keep)
         torch.manual_seed(settings.seed)
         random.seed(settings.seed)
@@ -317,12 +317,12 @@ class Training:
 
     def _model(self) -> db.Penalised:
         s = self.settings
-        net = target.module(s.model)
+        net = shared.module(s.model)
         if not isinstance(net, db.Penalised):
             chosen = argparse.Namespace(**asdict(s))
             chosen.loss = s.loss if s.penalty == "loss-gradient" else None
             net = db.Penalised(
-                net, target.penalty(chosen, steady=True), output=target.key(s.output)
+                net, shared.penalty(chosen, steady=True), output=shared.key(s.output)
             )
         penalty = net.penalty
         if penalty.carries:
@@ -345,7 +345,7 @@ class Training:
     def _data(self) -> tuple[Any, Any]:
         """(training set, test set or None): what the factory returns."""
         s = self.settings
-        made: Any = target.factory(s.data)()
+        made: Any = shared.factory(s.data)()
         train, test = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
         for each in (train, test):
             if each is not None and not (hasattr(each, "__len__") and hasattr(each, "__getitem__")):
@@ -486,7 +486,7 @@ class Training:
             group["lr"] = self.rate()
         self.optimiser.zero_grad()
         result, value = self.wrapped(x, *extras)
-        out = target.chosen(result, self.model.output)
+        out = shared.chosen(result, self.model.output)
         loss = self.loss.values(out, y).mean()
         (loss + self.settings.weight * value).backward()
         self.optimiser.step()
@@ -508,7 +508,7 @@ class Training:
         for at in range(0, len(self.test), size):
             rows = [self.test[i] for i in range(at, min(at + size, len(self.test)))]
             x, y, *_ = (part.to(self.device) for part in default_collate(rows))
-            out = target.chosen(self.model.net(x), self.model.output)
+            out = shared.chosen(self.model.net(x), self.model.output)
             total += float(self.loss.values(out, y).sum())
             classes = not y.is_floating_point() and out.dim() == 2
             hits += int((out.argmax(1) == y).sum()) if classes else 0
