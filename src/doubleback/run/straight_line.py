@@ -204,8 +204,8 @@ _METHODS = {
 
 
 def _direct(graph: torch.fx.Graph) -> None:
-    """Call PyTorch's own bindings where there are any: the host's time per call is a third of
-    that through `torch.ops`."""
+    """Call PyTorch's own bindings where there are any: a call through `torch.ops` takes the host
+    longer."""
     for node in list(graph.nodes):
         gone = node._erased
         if gone or node.op != "call_function" or not isinstance(node.target, OpOverload):
