@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from ._torch import disable_current_modes
 from .dtypes import accumulation, lifted
 from .errors import InputError
-from .kernels import compiling, library, recording
+from .kernels import being_flattened, compiling, library
 
 __all__ = [
     "Euclidean",
@@ -645,7 +645,7 @@ class Sobolev(Space):
         if 0 in u.shape:
             return u.clone()
         options = sign * self.order, steps, ",".join(self.boundary), math.prod(steps) ** sign
-        if not compiling() and recording():
+        if not compiling() and being_flattened():
             # made now: a tensor that the first replay makes could lie in a CUDA graph's memory
             with disable_current_modes():
                 _multiplier(

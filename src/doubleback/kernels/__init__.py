@@ -13,6 +13,7 @@ from .depthwise import Depthwise, Part, taps_first
 from .launch import (
     BOUNDARY,
     batched,
+    being_flattened,
     boundary,
     compiling,
     direct,
@@ -22,7 +23,6 @@ from .launch import (
     library,
     on_cuda,
     opaque,
-    recording,
 )
 from .pointwise import cleared, curvature, fused_curvature, second
 from .products import (
@@ -66,6 +66,7 @@ __all__ = [
     "attention_second",
     "attention_tangent",
     "batched",
+    "being_flattened",
     "boundary",
     "cleared",
     "compiling",
@@ -82,7 +83,6 @@ __all__ = [
     "on_cuda",
     "opaque",
     "pays",
-    "recording",
     "recovered",
     "second",
     "second_now",

@@ -351,7 +351,7 @@ def fused_curvature(name: str, z: Tensor, h: Tensor, xi: Tensor, *params: float)
     """The same in the form that the sweeps need now; None where they write the formula out."""
     if launch.fusing() or not launch.on_cuda(z, h, xi) or not supports(name, z, h, xi):
         return None
-    if launch.recording():  # one node of the flattened sweeps
+    if launch.being_flattened():  # one node of the flattened sweeps
         return torch.ops.doubleback.curvature(name, z, h, xi, [float(p) for p in params])
     return launch_curvature(name, z, h, xi, *params)
 
