@@ -171,9 +171,10 @@ def _extras(model: db.Penalised, inputs: tuple[Tensor, ...], classes: int | None
     except db.LabelError as error:
         raise UsageError(f"{error}: choose --loss or --penalty") from error
     if made is None:
+        own = f"the {asked.extras} extra arguments that {type(asked).__name__} takes"
         raise UsageError(
-            f"the {asked.extras} arguments that {asked!r} takes beside the network's cannot be "
-            "made up here: call doubleback.check or explain from Python"
+            f"{own if asked.own_loss is None else 'labels for a loss of your own'} cannot be made "
+            "up here: call doubleback.check or explain from Python"
         )
     return made
 
