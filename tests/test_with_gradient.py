@@ -172,6 +172,21 @@ def test_paths_into_arguments_and_results(kind):
         assert set(out) == {"a", "b"}
 
 
+def test_a_method_may_call_itself_what_it_likes():
+    class Module(nn.Module):
+        def __init__(me):
+            super().__init__()
+            me.body = dense(1)
+
+        def forward(me, y, x):
+            return me.body(x) * y
+
+    net, x = Module(), torch.randn(5, 4, dtype=torch.float64)
+    _, gradient = db.WithGradient(net, wrt="x", strict=True)(torch.ones(5, 1).double(), x)
+    _, expected = db.WithGradient(net.body, strict=True)(x)
+    torch.testing.assert_close(gradient, expected)
+
+
 def test_a_path_that_names_nothing_is_told_the_nearest():
     net = Packed(PACKED["dictionary"][0]).double()
     x = torch.randn(5, 4, dtype=torch.float64)

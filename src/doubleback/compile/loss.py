@@ -191,7 +191,7 @@ class Compiled:
         stack.append(call)
         failure, found = None, (None, None)
         try:
-            with _torch.dynamo_config.patch(_settings(self._constants)):
+            with _turn, _torch.dynamo_config.patch(_settings(self._constants)):
                 found = self._function((*args, *kwargs.values()))(
                     self.fn, call.args, call.kwargs, _TOOLS
                 )  # fmt: skip
@@ -564,6 +564,8 @@ class _LossCall:
 
 _local = threading.local()
 _count = itertools.count()
+# before 2.13 Dynamo's settings are those of all threads, and not safe to capture in two at a time
+_turn: Any = threading.RLock() if torch.__version__ < (2, 13) else nullcontext()
 
 
 def _calls() -> list[_LossCall]:
