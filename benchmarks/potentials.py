@@ -172,7 +172,7 @@ def couplings() -> dict[tuple[int, int, int], Tensor]:
 
 
 def _gauss(count: int) -> tuple[Tensor, Tensor]:
-    """Nodes and weights of Gauss and Legendre on [−1, 1], by the eigenvalues of their recurrence."""
+    """Nodes and weights of Gauss and Legendre on [−1, 1], by their recurrence's eigenvalues."""
     n = torch.arange(1, count, dtype=torch.float64)
     off = n / (4 * n * n - 1).sqrt()
     nodes, vectors = torch.linalg.eigh(torch.diag(off, 1) + torch.diag(off, -1))
@@ -189,7 +189,7 @@ class Product(nn.Module):
         super().__init__()
         self.paths = [p for p in couplings() if p[0] in given and p[2] in wanted]
         for path in self.paths:
-            self.register_buffer("c%d%d%d" % path, couplings()[path])
+            self.register_buffer("c{}{}{}".format(*path), couplings()[path])
         self.given, self.wanted, self.width = given, wanted, width
         self.weights = dense(waves, 64, len(self.paths) * width)
         self.before = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in given)

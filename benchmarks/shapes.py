@@ -1,6 +1,6 @@
 """Sizes that change: energies and forces of molecules, every batch of another size.
 
-    PYTHONPATH=src python benchmarks/shapes.py --device cuda --out benchmarks/results/shapes-h200.json
+    PYTHONPATH=src python benchmarks/shapes.py --device cuda --out shapes-h200.json
     PYTHONPATH=src python benchmarks/shapes.py --molecules 4 --width 32 --nets schnet    # two cores
 
 Potentials of benchmarks/potentials.py are trained on energies and forces. One process measures one
@@ -131,8 +131,10 @@ def traced(fn: Callable, net: nn.Module, given: Batch, names: tuple[str, ...]) -
     from torch._subclasses import FakeTensorMode
     from torch.fx.experimental.proxy_tensor import make_fx
     from torch.fx.experimental.symbolic_shapes import (
-        DimDynamic, ShapeEnv, StatelessSymbolicContext,
-    )  # fmt: skip
+        DimDynamic,
+        ShapeEnv,
+        StatelessSymbolicContext,
+    )
 
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
 
@@ -152,7 +154,7 @@ def traced(fn: Callable, net: nn.Module, given: Batch, names: tuple[str, ...]) -
 
 def nequip(net: nn.Module) -> Step:
     """Energy and forces traced by make_fx with open sizes, then torch.compile: forces are operators
-    by then, and the loss's gradient is a first-order one, as in NequIP's training by compilation."""
+    by then, and the loss's gradient is a first-order one, as in NequIP's compiled training."""
     names = [name for name, _ in net.named_parameters()]
     parameters = list(net.parameters())
     compiled: list[Callable] = []
@@ -180,7 +182,7 @@ def nequip(net: nn.Module) -> Step:
 
 
 def strip_detach(graph: torch.fx.GraphModule) -> None:
-    """make_fx writes a detach wherever autograd saved a tensor; under autograd these would cut it."""
+    """make_fx writes a detach wherever autograd saved a tensor, which would cut the graph."""
     for node in list(graph.graph.nodes):
         if node.target is torch.ops.aten.detach.default:
             node.replace_all_uses_with(node.args[0])
