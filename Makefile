@@ -3,6 +3,7 @@
 # make examples   every application in its default size, and the gallery that shows them
 # make test   what CI runs: linters, types, tests
 # make fuzz   random networks against stock autograd: ARGS="--networks 1000 --json benchmarks/results/fuzz.json"
+# make fuzz-faults   steps that fail and are interrupted, at every place: tests/test_faults.py
 # make docs   the site, under build/site; a warning is an error
 # make test-integrations   with Lightning, Hugging Face's Trainer and accelerate installed
 # make bench  the measurements behind the README's table (a GPU is used when there is one)
@@ -13,7 +14,7 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --constraint
 STAMP := .venv/.doubleback
 
 .DELETE_ON_ERROR:
-.PHONY: setup demo reproduce examples test test-integrations docs lint types fuzz bench readme clean
+.PHONY: setup demo reproduce examples test test-integrations docs lint types fuzz fuzz-faults bench readme clean
 
 setup: $(STAMP)
 
@@ -55,6 +56,9 @@ types: $(STAMP)
 
 fuzz: $(STAMP)
 	@OMP_NUM_THREADS=1 $(BIN)/python tools/fuzz.py $(ARGS)
+
+fuzz-faults: $(STAMP)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "long or not long" tests/test_faults.py $(ARGS)
 
 bench: $(STAMP)
 	@PYTHONPATH=src $(BIN)/python benchmarks/engine.py $(ARGS)

@@ -227,7 +227,12 @@ class CapturedModule(nn.Module):
         library's; in that case it is said once why, after it succeeded."""
         if self.sweeps is not False and self._chosen(call):
             return run("bare")
-        result = run("patched")
+        try:
+            result = run("patched")
+        except Exception:  # the network's own error: it was not the capture's fault
+            self._refusal = None
+            capture_of(self.net, self.output).refusal = None
+            raise
         if self._refusal is not None and not self._warned:
             self._warned = True
             warn(f"{self._refusal}\n  Until then it runs on autograd.")

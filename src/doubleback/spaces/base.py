@@ -25,9 +25,9 @@ def per_example(t: Tensor, batch_dims: int = 1) -> Tensor:
 
 
 def safe_sqrt(square: Tensor) -> Tensor:
-    """√s with derivative 0 at s = 0, where autograd alone would give infinity."""
-    positive = square > 0
-    return torch.where(positive, torch.where(positive, square, 1).sqrt(), 0)
+    """√s with derivative 0 at s = 0, where autograd alone would give infinity. NaN stays NaN."""
+    zero = square <= 0
+    return torch.where(zero, 0, torch.where(zero, 1, square).sqrt())
 
 
 class Space(ABC):
