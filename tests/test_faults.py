@@ -8,13 +8,20 @@ compilations included.
 from __future__ import annotations
 
 import copy
+import datetime
 import errno
+import os
 import random
+import time
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 import doubleback as db
 from doubleback.run import flattening, inductor
@@ -435,3 +442,37 @@ def test_not_a_number_is_not_hidden(kind, penalty, poison):
     for a, b in zip(*results, strict=True):
         assert torch.equal(a.isnan(), b.isnan())
         torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-10, equal_nan=True)
+
+
+# ------------------------------------------------------------------------------ several processes
+
+
+def _one_of_two(rank: int, place: str) -> None:
+    """The second process ends without a word; the first must not wait for it for ever."""
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{place}", rank=rank, world_size=2,
+        timeout=datetime.timedelta(seconds=20),
+    )  # fmt: skip
+    model = db.Penalised(Net(0.0).double(), db.LossGradient("cross_entropy"))
+    together = DDP(model)
+    x = torch.ones(4, 1, 4, 4, dtype=torch.float64)
+    model.accumulate(x, Y)
+    if rank == 1:
+        os._exit(0)
+    start = time.monotonic()
+    try:
+        model.accumulate(x, Y)
+    except RuntimeError as error:
+        Path(f"{place}.said").write_text(f"{time.monotonic() - start} {error}")
+    del together
+    os._exit(0)
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not dist.is_available(), reason="torch without torch.distributed")
+def test_a_process_that_is_gone(tmp_path):
+    place = tmp_path / "meet"
+    mp.spawn(_one_of_two, (str(place),), nprocs=2)
+    seconds, _, text = Path(f"{place}.said").read_text().partition(" ")
+    assert float(seconds) < 30 and ("closed" in text.lower() or "timed out" in text.lower()), text

@@ -249,7 +249,7 @@ def state(test: Path) -> str:
 
 def cover(name: str, path: Path, found: dict[str, Any]) -> int:
     plugin = Coverage()
-    _pytest([str(path.relative_to(ROOT))], plugin)
+    _pytest([str(path.relative_to(ROOT)), "-k", "not compile"], plugin)  # those take minutes
     CACHE.write_text(json.dumps({**found, name: {"state": state(path), "tests": plugin.tests}}))
     return 0
 
