@@ -249,7 +249,11 @@ def state(test: Path) -> str:
 
 def cover(name: str, path: Path, found: dict[str, Any]) -> int:
     plugin = Coverage()
-    _pytest([str(path.relative_to(ROOT)), "-k", "not compile"], plugin)  # those take minutes
+    status = _pytest(
+        [str(path.relative_to(ROOT)), "-k", "not compile"], plugin
+    )  # those take minutes
+    if status not in (0, 1):  # it could not even be read
+        return status
     CACHE.write_text(json.dumps({**found, name: {"state": state(path), "tests": plugin.tests}}))
     return 0
 
