@@ -1,13 +1,15 @@
 """Mutation testing of the formulas: `make mutate ARGS="--mutants 200 --seed 1"`.
 
     python tools/mutate.py [--mutants N] [--seed S] [--only PART] [--minutes M] [--json FILE]
+    python tools/mutate.py --again --json FILE
     python tools/mutate.py --list
 
 A mutant is the library with one small error in one place of FILES: a sign flipped, a term of a sum
 dropped, two arguments swapped, a constant changed, a condition negated. The quick tests that run
 through that place must fail; a mutant that none of them notices has survived, and shows what they
-do not test. Mutants are drawn by a seed. Survivors whose results are the same by mathematics, or
-that differ in memory or time alone, stand with their reasons in tools/mutants.json.
+do not test. Mutants are drawn by a seed; `--again` runs those that survived, after new tests.
+Survivors whose results are the same by mathematics, or that differ in memory or time alone, stand
+with their reasons in tools/mutants.json.
 
 Nothing is written to the source: each mutant is compiled in a process of its own, forked from one
 that has PyTorch imported already. Which test runs through which line is found by one run of all of
@@ -53,10 +55,13 @@ FILES = [
     *(SOURCE / "penalties" / f"{n}.py" for n in ("losses", "one_seed", "many_seeds")),
 ]
 TESTS = (
-    "test_penalties", "test_rules", "test_forms", "test_norms", "test_declared", "test_renewal",
+    "test_structure", "test_penalties", "test_rules", "test_forms", "test_norms", "test_declared",
+    "test_renewal",
 )  # fmt: skip
 SLOW = 6.0  # seconds of one test, beyond which it is left out
-AT_MOST = 60  # tests for one mutant, the quickest first
+KEY = ("file", "function", "text", "before", "after")
+AT_MOST = 150  # tests for one mutant
+FIRST = {"rules": "test_rules", "penalties": "test_penalties"}  # by folder; else test_structure
 
 
 # ------------------------------------------------------------------------------------- mutants
@@ -73,15 +78,16 @@ class Mutant:
     function: str
     before: str
     after: str
+    text: str
 
     @property
     def file(self) -> str:
         return self.path.relative_to(SOURCE).as_posix()
 
     @property
-    def key(self) -> tuple[str, str, str, str]:
+    def key(self) -> tuple[str, ...]:
         """What it is, wherever the line has moved to."""
-        return self.file, self.function, self.before, self.after
+        return self.file, self.function, self.text, self.before, self.after
 
     def tree(self) -> ast.Module:
         tree = ast.parse(self.path.read_text())
@@ -182,14 +188,16 @@ def _of_types(node: ast.Call) -> bool:
 
 
 def mutants_of(path: Path) -> list[Mutant]:
-    found = []
-    for number, (node, where) in enumerate(nodes(ast.parse(path.read_text()))):
+    found, text = [], path.read_text()
+    lines = text.splitlines()
+    for number, (node, where) in enumerate(nodes(ast.parse(text))):
         for way, _ in enumerate(ways(node)):
             own = copy.deepcopy(node)
             list(ways(own))[way]()
             after = _shown(ast.fix_missing_locations(own))
             line = getattr(node, "lineno", 0)
-            found.append(Mutant(path, number, way, line, where, _shown(node), after))
+            source = lines[line - 1].strip()
+            found.append(Mutant(path, number, way, line, where, _shown(node), after, source))
     return found
 
 
@@ -275,8 +283,8 @@ def coverage() -> dict[str, Any]:
 
 
 def concerned(mutant: Mutant, tests: dict[str, Any]) -> list[str]:
-    """The tests that run through the mutant's line, the quickest first; for a line that runs when
-    the module is imported, those that run nearest to it."""
+    """The tests that run through the mutant's line, those of its folder first; for a line that runs
+    when the module is imported, those that run nearest to it."""
     quick = {n: t for n, t in tests.items() if t["seconds"] < SLOW and mutant.file in t["lines"]}
 
     def distance(lines: list[int]) -> int:
@@ -285,7 +293,9 @@ def concerned(mutant: Mutant, tests: dict[str, Any]) -> list[str]:
     near = {n: distance(t["lines"][mutant.file]) for n, t in quick.items()}
     chosen = [n for n, d in near.items() if d == 0] or [n for n, d in near.items() if d <= 12]
     chosen = chosen or list(quick)
-    return sorted(chosen, key=lambda n: (near[n], quick[n]["seconds"]))[:AT_MOST]
+    first = FIRST.get(mutant.file.partition("/")[0], "test_structure")
+    ranked = sorted(chosen, key=lambda n: (near[n], first not in n, quick[n]["seconds"]))
+    return ranked[:AT_MOST]
 
 
 # ------------------------------------------------------------------------------------------ runs
@@ -357,7 +367,8 @@ def outcome(mutant: Mutant, tests: dict[str, Any], seconds: float) -> str:
         with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere):
             return _pytest(["-x", *chosen])
 
-    return "survived" if forked(run, seconds) == 0 else "killed"
+    status = forked(run, seconds)
+    return "timed out" if status is None else "killed" if status else "survived"
 
 
 def warm() -> None:
@@ -393,21 +404,20 @@ def document(
         "commit": found.stdout.strip(),
         "seed": given.seed,
         "only": given.only,
+        "mutants": given.mutants,
         "possible": sum(counts.values()),
         "sampled": len(done),
         "killed": kinds["killed"],
-        "survived": kinds["survived"] + kinds["not run"],
+        "survived": kinds["survived"] + kinds["not run"] + kinds["timed out"],
         "excused": kinds["excused"],
         "share_killed": round(kinds["killed"] / judged, 4) if judged else None,
         "by_file": {name: {"possible": counts[name], **c} for name, c in sorted(by_file.items())},
         "survivors": [
-            {"file": m.file, "line": m.line, "function": m.function, "before": m.before,
-             "after": m.after, "outcome": o}
+            {**dict(zip(KEY, m.key, strict=True)), "line": m.line, "outcome": o}
             for m, o in done.items() if o != "killed" and m.key not in excused
         ],
         "excuses": [
-            {"file": m.file, "function": m.function, "before": m.before, "after": m.after,
-             "reason": excused[m.key]}
+            {**dict(zip(KEY, m.key, strict=True)), "reason": excused[m.key]}
             for m, o in done.items() if o != "killed" and m.key in excused
         ],
     }  # fmt: skip
@@ -415,7 +425,7 @@ def document(
 
 def reasons() -> dict[tuple, str]:
     rows = json.loads(REASONS.read_text()) if REASONS.exists() else []
-    return {(r["file"], r["function"], r["before"], r["after"]): r["reason"] for r in rows}
+    return {tuple(row[name] for name in KEY): row["reason"] for row in rows}
 
 
 def main() -> int:
@@ -424,10 +434,14 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="", help="files whose path holds this")
     parser.add_argument("--minutes", type=float, default=None, help="stop after so long")
-    parser.add_argument("--seconds", type=float, default=120.0, help="for one mutant; then killed")
+    parser.add_argument("--seconds", type=float, default=300.0, help="for one mutant")
     parser.add_argument("--json", type=Path, default=None, help=f"{RESULTS.name}, for instance")
     parser.add_argument("--list", action="store_true", help="say how many there are")
+    parser.add_argument("--again", action="store_true", help="those of --json that survived")
     given = parser.parse_args()
+    earlier = json.loads(given.json.read_text()) if given.again else None
+    if earlier:
+        given.seed, given.only, given.mutants = (earlier[n] for n in ("seed", "only", "mutants"))
     every = [m for path in FILES if given.only in str(path) for m in mutants_of(path)]
     counts = Counter(m.file for m in every)
     if given.list:
@@ -439,6 +453,11 @@ def main() -> int:
     chosen = random.Random(given.seed).sample(every, min(given.mutants, len(every)))
     start = time.monotonic()
     done: dict[Mutant, str] = {}
+    if earlier:  # those that were killed then are taken over
+        alive = {tuple(row[n] for n in KEY) for row in (*earlier["survivors"], *earlier["excuses"])}
+        chosen = chosen[: earlier["sampled"]]
+        done = {m: "killed" for m in chosen if m.key not in alive}
+        chosen = [m for m in chosen if m.key in alive]
     for mutant in chosen:
         done[mutant] = outcome(mutant, tests, given.seconds)
         if done[mutant] != "killed":
