@@ -16,7 +16,7 @@ import doubleback as db
 from doubleback import sweeps
 from doubleback.capture import find_graph
 from doubleback.plan import make_plan
-from doubleback.rules import linear
+from doubleback.rules import find_rule, linear
 from doubleback.rules.table import overload
 from support import declarations, oracle
 from support.oracle import Spec
@@ -105,6 +105,18 @@ def test_maxima_of_an_image_that_lies_channels_last():
     agree(Pooled().to(D), numbers(3, 2, 4, 4))
 
 
+def test_a_mask_of_attention_that_moves_alone():
+    """Its tangent without any curvature source, and with the others at rest."""
+    op = torch.ops.aten.scaled_dot_product_attention.default
+    rule = find_rule(op)
+    q, k, v, mask, along = (numbers(2, 3, 4, seed=i) for i in range(5))
+    mask, along = mask @ numbers(4, 3), along @ numbers(4, 3)
+    sample = declarations.sample_of(op, (q, k, v, mask), {}, rule)
+    found = rule.tangent(sample.call, [None, None, None, along])
+    _, expected = torch.func.jvp(lambda m: (q @ k.mT / 2 + m).softmax(-1) @ v, (mask,), (along,))
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+
+
 # --------------------------------------------------------------------------------- who draws
 
 
@@ -132,6 +144,13 @@ class Through(nn.Module):
 
     def forward(self, x):
         return self.last(self.function(self.first(x)).tanh())
+
+
+def test_numbers_that_are_drawn_in_place():
+    def masked(h):
+        return h * torch.empty_like(h).bernoulli_(0.4) + h * torch.empty_like(h).bernoulli_()
+
+    agree(Through(masked).to(D), numbers(3, 6))
 
 
 def test_an_operator_that_draws_and_does_not_say_so():

@@ -40,10 +40,15 @@ def lines() -> list[str]:
         samples = SAMPLES.get(name, ())[:MOST] if overload(name) is op else ()
         for make in samples:
             args, kwargs = make()
-            found.append(f"{op}: {_at(rule, _Sample(op, args, kwargs, rule, WRT.get(name), 0))}")
+            found.append(f"{op}: {_at(rule, sample_of(op, args, kwargs, rule, WRT.get(name)))}")
         if not samples:
             found.append(f"{op}: {_kind(rule)}")
     return found
+
+
+def sample_of(op, args: tuple, kwargs: dict, rule: Rule, wrt=None) -> _Sample:
+    """One call of the operator, with what its rule's forward saved."""
+    return _Sample(op, args, kwargs, rule, wrt, 0)
 
 
 def _kind(rule: Rule) -> str:
