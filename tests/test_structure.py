@@ -16,7 +16,7 @@ import doubleback as db
 from doubleback import sweeps
 from doubleback.capture import find_graph
 from doubleback.plan import make_plan
-from doubleback.rules import find_rule, linear
+from doubleback.rules import find_rule, linear, structures
 from doubleback.rules.table import overload
 from support import declarations, oracle
 from support.oracle import Spec
@@ -113,8 +113,51 @@ def test_a_mask_of_attention_that_moves_alone():
     mask, along = mask @ numbers(4, 3), along @ numbers(4, 3)
     sample = declarations.sample_of(op, (q, k, v, mask), {}, rule)
     found = rule.tangent(sample.call, [None, None, None, along])
-    _, expected = torch.func.jvp(lambda m: (q @ k.mT / 2 + m).softmax(-1) @ v, (mask,), (along,))
-    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+
+    def moved(q, k, v):
+        return torch.func.jvp(lambda m: (q @ k.mT / 2 + m).softmax(-1) @ v, (mask,), (along,))[1]
+
+    torch.testing.assert_close(found, moved(q, k, v), rtol=1e-10, atol=1e-12)
+    xi = numbers(2, 3, 4, seed=7)
+    wanted, moving = (True, True, True, False), [None, None, None, along]
+    tangent, sources = rule.both(sample.call, xi, moving, wanted, True)
+    torch.testing.assert_close(tangent, found, rtol=1e-10, atol=1e-12)
+    leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+    expected = torch.autograd.grad(moved(*leaves), leaves, xi)
+    for a, b in zip(sources[:3], expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("divide", [
+    lambda h: torch.div(2.0, h), lambda h: 2.0 / h, lambda h: torch.div(h, 2.0) + h / (1 + h),
+])  # fmt: skip
+def test_a_number_divided_by_a_tensor(divide):
+    """It bends in its only input; a tensor divided by a number does not."""
+    agree(Through(lambda h: divide(h.exp() + 1)).to(D), numbers(3, 6))
+
+
+def test_only_memory_of_its_own_is_written_to():
+    seen = torch.zeros(1, 4).expand(3, 4)
+    assert structures._base(seen).stride() == (4, 1)
+    for own in (torch.zeros(3, 4), torch.zeros(1, 4).expand(1, 4), torch.zeros(4, 3).T):
+        assert structures._base(own) is own
+
+
+def test_other_operators_whose_first_argument_is_a_number():
+    def function(h):
+        w = h.exp() + 1
+        return (
+            torch.mul(2.0, h) + torch.add(2.0, h, alpha=3) + torch.sub(2.0, h, alpha=0.5)
+            + torch.pow(2.0, h) + torch.xlogy(2.0, w) + torch.float_power(2.0, h)
+            + torch.special.xlog1py(0.5, w) + torch.where(h > 0, 2.0, w * h)
+            + torch.rsub(h, 3.0)
+        )  # fmt: skip
+
+    agree(Through(function).to(D), numbers(3, 6))
+
+
+def test_an_output_without_a_cotangent():
+    assert structures._parts(None, [numbers(2), numbers(2)], True) == (None, None)
 
 
 # --------------------------------------------------------------------------------- who draws

@@ -31,6 +31,7 @@ import io
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -291,7 +292,13 @@ def concerned(mutant: Mutant, tests: dict[str, Any]) -> list[str]:
         return min(abs(line - mutant.line) for line in lines)
 
     near = {n: distance(t["lines"][mutant.file]) for n, t in quick.items()}
-    chosen = [n for n, d in near.items() if d == 0] or [n for n, d in near.items() if d <= 12]
+    chosen = [n for n, d in near.items() if d == 0]
+    if not chosen:  # a row of a table: the tests that bear the name of its operator
+        lines = mutant.path.read_text().splitlines()[mutant.line - 4 : mutant.line + 3]
+        names = re.findall(r'"([\w.]+)"', "\n".join(lines))
+        named = [n for n in quick if any(f"[{name}" in n for name in names)]
+        chosen = [*named, *(n for n, d in near.items() if d <= 12 and n not in named)]
+        near |= dict.fromkeys(named, 0)
     chosen = chosen or list(quick)
     first = FIRST.get(mutant.file.partition("/")[0], "test_structure")
     ranked = sorted(chosen, key=lambda n: (near[n], first not in n, quick[n]["seconds"]))[:AT_MOST]
