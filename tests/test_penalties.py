@@ -308,6 +308,22 @@ def test_a_penalty(net, kind, wrt, reduction):
     assert max(errors.values()) <= 1e-10, errors
 
 
+@pytest.mark.parametrize("kind", specs(0))
+def test_a_penalty_on_autograd(net, kind):
+    """The library's own way without sweeps, which networks that cannot be captured take."""
+    spec = specs(0)[kind]
+    truth_net, args = copy.deepcopy(net), arguments()
+    truth_net.zero_grad()
+    truth = oracle.solve(truth_net, args, spec)
+    net.zero_grad()
+    args = arguments()
+    model = db.Penalised(net, library_penalty(spec), sweeps=False)
+    out, penalty = model(*args, *spec.extras)
+    oracle.total_loss(out, penalty).backward()
+    errors = oracle.compare(oracle.collect(net, args, out, penalty), truth, 1e-6)
+    assert max(errors.values()) <= 1e-10, errors
+
+
 @pytest.mark.parametrize("weight", [0.0, 0.7])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 @pytest.mark.parametrize("kind", specs(0))

@@ -16,7 +16,7 @@ import doubleback as db
 from doubleback import sweeps
 from doubleback.capture import find_graph
 from doubleback.plan import make_plan
-from doubleback.rules import find_rule, linear, structures
+from doubleback.rules import add, find_rule, linear, structures
 from doubleback.rules.table import overload
 from support import declarations, oracle
 from support.oracle import Spec
@@ -156,6 +156,13 @@ def test_other_operators_whose_first_argument_is_a_number():
     agree(Through(function).to(D), numbers(3, 6))
 
 
+def test_sums_where_none_is_zero():
+    a, one = numbers(3, 4), torch.ones(1, 1, dtype=D).expand(3, 4)
+    for left, right in ((one, a), (a, one)):
+        assert torch.equal(add(left, right), a + 1) and add(left, right).stride() == (4, 1)
+    assert add(None, a) is a and add(a, None) is a and add(None, None) is None
+
+
 def test_an_output_without_a_cotangent():
     assert structures._parts(None, [numbers(2), numbers(2)], True) == (None, None)
 
@@ -187,6 +194,17 @@ class Through(nn.Module):
 
     def forward(self, x):
         return self.last(self.function(self.first(x)).tanh())
+
+
+def test_weights_that_are_dropped_after_an_activation():
+    """They are drawn in the network's order, although they do not depend on x."""
+
+    class Dropped(Through):
+        def forward(self, x):
+            h = F.dropout(self.first(x), 0.4).tanh()
+            return F.linear(h, F.dropout(self.last.weight, 0.4)) + F.dropout(self.last.bias, 0.4)
+
+    agree(Dropped(torch.tanh).to(D), numbers(3, 6))
 
 
 def test_numbers_that_are_drawn_in_place():
