@@ -3,6 +3,8 @@
 # make examples   every application in its default size, and the gallery that shows them
 # make test   what CI runs: linters, types, tests
 # make fuzz   random networks against stock autograd: ARGS="--networks 1000 --json benchmarks/results/fuzz.json"
+# make fuzz-faults   steps that fail and are interrupted, at every place: tests/test_faults.py
+# make mutate   small errors put into the formulas, which the tests must notice: ARGS="--mutants 200"
 # make docs   the site, under build/site; a warning is an error
 # make test-integrations   with Lightning, Hugging Face's Trainer and accelerate installed
 # make test-forces   the recipes of docs/forces.md against the packages themselves, in .venv-forces
@@ -14,7 +16,7 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --constraint
 STAMP := .venv/.doubleback
 
 .DELETE_ON_ERROR:
-.PHONY: setup demo reproduce examples test test-integrations test-forces docs lint types fuzz bench readme clean
+.PHONY: setup demo reproduce examples test test-integrations test-forces docs lint types fuzz fuzz-faults mutate bench readme clean
 
 setup: $(STAMP)
 
@@ -67,6 +69,12 @@ types: $(STAMP)
 
 fuzz: $(STAMP)
 	@OMP_NUM_THREADS=1 $(BIN)/python tools/fuzz.py $(ARGS)
+
+fuzz-faults: $(STAMP)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "long or not long" tests/test_faults.py $(ARGS)
+
+mutate: $(STAMP)
+	@OMP_NUM_THREADS=1 $(BIN)/python tools/mutate.py $(ARGS)
 
 bench: $(STAMP)
 	@PYTHONPATH=src $(BIN)/python benchmarks/engine.py $(ARGS)
