@@ -21,6 +21,7 @@ from .capture import (
     only_one,
     plain,
     take_apart,
+    trackers_off,
 )
 from .counting import counting
 from .errors import CaptureError, InputError, RuleError, refuse_unused, warn
@@ -225,9 +226,10 @@ class CapturedModule(nn.Module):
     def _on_autograd(self, run: Callable[[Way], Any], call: Arguments) -> Any:
         """The network's call on autograd: by choice with PyTorch's own derivatives, else with the
         library's; in that case it is said once why, after it succeeded."""
-        if self.sweeps is not False and self._chosen(call):
-            return run("bare")
-        result = run("patched")
+        with trackers_off():
+            if self.sweeps is not False and self._chosen(call):
+                return run("bare")
+            result = run("patched")
         if self._refusal is not None and not self._warned:
             self._warned = True
             warn(f"{self._refusal}\n  Until then it runs on autograd.")

@@ -60,7 +60,7 @@ def autograd_penalty(
     with torch.enable_grad(), derivatives(way):
         # a place of its own for each: what is penalised is the derivative in this argument, also
         # where another argument was computed from the same tensor
-        leaves = [t.view_as(t) if t.requires_grad else t.detach().requires_grad_() for t in x]
+        leaves = [_again(t) if t.requires_grad else t.detach().requires_grad_() for t in x]
         result = run(leaves)
         out = choose(result)
         total, summed = None, None
@@ -77,6 +77,11 @@ def autograd_penalty(
     if not graph:
         result, value = pytree.tree_map_only(Tensor, lambda t: t.detach(), (result, value))
     return result, value
+
+
+def _again(t: Tensor) -> Tensor:
+    """The same numbers as another tensor; sparse ones have no views."""
+    return t.view_as(t) if t.layout is torch.strided else t.clone()
 
 
 def pulled(
