@@ -298,3 +298,53 @@ def examine_all(names: list[str], limit: float = 120.0, count: int = 2) -> Itera
     list(examine("tanh", 1))  # what the first capture imports is imported before processes part
     for name, rows, why in forked(functools.partial(examine, count=count), names, limit):
         yield from rows or [{"operator": name, "samples": 0, "wrong": {"process": str(why)}}]
+
+
+# ------------------------------------------------------------------------------------- the verdict
+
+# What is not had, and why: (way, operator) → reason. Ways: "captured" (runs on autograd, and is
+# right there), "penalised" and "patch" (no second derivative), "samples" (nothing to compare).
+REASONS: dict[tuple[str, str], str] = {}
+
+
+def missing(row: dict[str, Any]) -> list[str]:
+    """What this operator lacks, by way."""
+    if not row["samples"]:
+        return ["samples"]
+    found = [way for way in ("penalised", "patch") if row.get(way) is None]
+    return found if row["captured"] or "penalised" in found else ["captured", *found]
+
+
+def as_expected(row: dict[str, Any]) -> bool:
+    """Whether it is captured, twice differentiable both ways, and right."""
+    return not missing(row) and "wrong" not in row
+
+
+def faults(row: dict[str, Any]) -> list[str]:
+    """What is wrong, lacks a reason, or has one without need."""
+    name = row["operator"]
+    lacking = set(missing(row)) - set(row.get("wrong", ()))
+    found = [f"{name}: {way}: {text}" for way, text in row.get("wrong", {}).items()]
+    found += [
+        f"{name}: not {way}, and no reason is given ({row.get('why')})"
+        for way in sorted(lacking)
+        if (way, name) not in REASONS
+    ]
+    return found + [
+        f"{name}: has a reason not to be {way}, and is"
+        for way in ("captured", "penalised", "patch", "samples")
+        if (way, name) in REASONS and way not in lacking
+    ]
+
+
+def count(rows: list[dict[str, Any]]) -> dict[str, int]:
+    compared = [r for r in rows if r["samples"]]
+    return {
+        "operators": len(rows),
+        "compared": len(compared),
+        "second in stock": sum(r["stock"] for r in compared),
+        "penalised": sum(r["penalised"] is not None for r in compared),
+        "captured": sum("captured" not in missing(r) for r in compared),
+        "patch": sum(r["patch"] is not None for r in compared),
+        "wrong": sum("wrong" in r for r in rows),
+    }
