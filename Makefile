@@ -4,6 +4,8 @@
 # make test   what CI runs: linters, types, tests
 # make fuzz   random networks against stock autograd: ARGS="--networks 1000 --json benchmarks/results/fuzz.json"
 # make docs   the site, under build/site; a warning is an error
+# make test-zoo   other people's networks (timm, transformers, …) against stock autograd: an hour
+# make test-operators   every operator of PyTorch's database, as a network: half an hour
 # make test-integrations   with Lightning, Hugging Face's Trainer and accelerate installed
 # make bench  the measurements behind the README's table (a GPU is used when there is one)
 
@@ -13,7 +15,7 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --constraint
 STAMP := .venv/.doubleback
 
 .DELETE_ON_ERROR:
-.PHONY: setup demo reproduce examples test test-integrations docs lint types fuzz bench readme clean
+.PHONY: setup demo reproduce examples test test-integrations test-zoo test-operators docs lint types fuzz bench readme clean
 
 setup: $(STAMP)
 
@@ -40,6 +42,13 @@ test: lint types
 test-integrations: $(STAMP)
 	@$(PIP) --no-build-isolation --editable '.[test,integrations]'
 	@$(BIN)/python -m pytest -q tests/test_integrations.py $(ARGS)
+
+test-zoo: $(STAMP)
+	@$(PIP) --no-build-isolation --editable '.[test,zoo]'
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m zoo tests/test_architectures.py $(ARGS)
+
+test-operators: $(STAMP)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m operators tests/test_architectures.py $(ARGS)
 
 docs: $(STAMP)
 	@$(PIP) --no-build-isolation --editable '.[docs]'

@@ -10,8 +10,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import doubleback as db
 from doubleback.capture import find_graph
 from doubleback.run import straight_line
-from doubleback.run.bridge import deliver
 from doubleback.run.cuda_graphs import Lent, culprit, innermost
+from doubleback.run.delivery import deliver
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 TO_COPY = torch.ops.aten._to_copy.default
@@ -357,6 +357,22 @@ def test_a_graphed_call_with_other_seeds_and_kept_graphs():
             found.append([p.grad for p in model.parameters()])
         for a, b in zip(*found, strict=True):
             assert torch.allclose(a, b, rtol=1e-9, atol=1e-12)
+
+
+@needs_gpu
+def test_a_kept_graph_that_is_let_go_leaves_the_pair_free():
+    graphed = _models()[1]
+    ((x, y),) = _batches(1)
+    graphed(x, y)[1].backward()
+    penalty = graphed(x, y)[1]
+    penalty.backward(retain_graph=True)  # its last two sweeps are captured here
+    del penalty
+    replays = []
+    replay = torch.cuda.CUDAGraph.replay
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda.CUDAGraph, "replay", lambda g: replays.append(1) or replay(g))
+        graphed(x, y)[1].backward()
+    assert len(replays) == 2
 
 
 @needs_gpu

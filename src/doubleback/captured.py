@@ -162,11 +162,13 @@ class CapturedModule(nn.Module):
         """Whether this call is one to capture at all."""
         return all(plain(t) for t in call.leaves if isinstance(t, Tensor))
 
-    def _through(self, run: Callable, call: Arguments) -> tuple[bool, Any]:
-        """(True, what the network returns with `run` in the place of its operations), or False
-        where it cannot be captured and has to run on autograd."""
-        if self._chosen(call) or not self._captures(call):
-            return False, None
+    def _through(self, run: Callable, call: Arguments) -> tuple[Way | None, Any]:
+        """(None, what the network returns with `run` in the place of its operations); or the way in
+        which the call has to run on autograd, and nothing."""
+        if self._chosen(call):
+            return "bare", None
+        if self.sweeps is False or not self._captures(call):
+            return "patched", None
 
         def swept(graph: Graph, inputs: Sequence[Any]) -> Sequence[Any]:
             with no_autocast():
@@ -176,12 +178,12 @@ class CapturedModule(nn.Module):
             args, kwargs = call.with_x(call.aliases)
             try:
                 result = capture_of(self.net, self.output)(self.net, swept, args, kwargs)
-                return True, call.with_own(result)
+                return None, call.with_own(result)
             except CaptureError as error:
                 if self.strict:
                     raise
                 self._refusal = error
-                return False, None
+                return "patched", None
 
     # ------------------------------------------------------------------ sweeps or autograd
 
@@ -193,10 +195,9 @@ class CapturedModule(nn.Module):
         return CHOOSE and not particular
 
     def _chosen(self, call: Arguments) -> bool:
-        """Whether this call runs on autograd by choice, as calls of about its size did before."""
-        if self.sweeps is False:
-            return True
-        if not self._choices or not self._free_to_choose() or counting():
+        """Whether this call runs on autograd because that is quicker, by what was found at the
+        first call of about its size."""
+        if not self._choices or self.sweeps is False or not self._free_to_choose() or counting():
             return False
         choice = self._choices.get(self._size(call))
         return choice is not None and choice.autograd
@@ -223,14 +224,12 @@ class CapturedModule(nn.Module):
             return "sweeps: asked for" if self.sweeps else "sweeps"
         return str(choose(site.graph))
 
-    def _on_autograd(self, run: Callable[[Way], Any], call: Arguments) -> Any:
-        """The network's call on autograd: by choice with PyTorch's own derivatives, else with the
-        library's; in that case it is said once why, after it succeeded."""
+    def _on_autograd(self, run: Callable[[Way], Any], way: Way) -> Any:
+        """The network's call on autograd. Where it could not be captured it is said once why, after
+        it succeeded."""
         with trackers_off():
-            if self.sweeps is not False and self._chosen(call):
-                return run("bare")
-            result = run("patched")
-        if self._refusal is not None and not self._warned:
+            result = run(way)
+        if way != "bare" and self._refusal is not None and not self._warned:
             self._warned = True
             warn(f"{self._refusal}\n  Until then it runs on autograd.")
         return result
@@ -294,7 +293,7 @@ class CapturedModule(nn.Module):
         program = self._programs.get(key)
         if program is None:
             program = make(self._plan(site, wanted, varying), key[1:])
-            if not isinstance(program, OpenProgram):  # which is made in no time
+            if not program.for_one_call:
                 remember(self._programs, key, program)
             self._choose(site)
         if not self.allow_unused:
@@ -326,7 +325,9 @@ class CapturedModule(nn.Module):
         key = (id(site.open), site.penalised, *key)
         _, family = self._families.get(key, (None, None))
         if family is None:
-            family = Family(site.open, plan, make, self.compile_mode, self.flatten_after)
+            family = Family(
+                site.open, plan, make, self.compile_mode, self.flatten_after, self.recompute
+            )
             remember(self._families, key, (site.open, family))
         return OpenProgram(family, site.numbers, lambda: make(plan.at(site.graph)))
 
@@ -341,7 +342,7 @@ class CapturedModule(nn.Module):
         after = None if self.debug else self.flatten_after
         if after is not None and site.open.symbols:
             after = max(after, SETTLED)
-        return Replay(False if self.debug else self.compile_mode, after)
+        return Replay(False if self.debug else self.compile_mode, after, self.recompute)
 
     def _finish(
         self, site: Site, plan: Plan, prelude: Mapping[int, Tensor], outputs: Sequence[Tensor],

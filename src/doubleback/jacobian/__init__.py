@@ -3,6 +3,7 @@ and the programs that run it; the spectral norm beside them."""
 
 from .planner import Decision, plan_jacobian, price, price_sweeps
 from .programs import SpectralProgram
+from .strategies import unit_vectors
 
 __all__ = [
     "Decision",
@@ -10,4 +11,5 @@ __all__ = [
     "plan_jacobian",
     "price",
     "price_sweeps",
+    "unit_vectors",
 ]

@@ -198,9 +198,10 @@ class _Pair:
         graphed = self.last.get(key)
         if graphed is None:
             extra = pytree.tree_unflatten(self.first.leaves, self.first.spec)[0][1]
+            inner = state.state  # not `state`: a call that is kept alive keeps the pair busy
 
             def run(given: Any, fixed: Any) -> Any:
-                return self.program.last(state.state, extra, *given, keep=True)
+                return self.program.last(inner, extra, *given, keep=True)
 
             graphed = GraphedStep(run, moving, (), gradients=lambda out: out)
             remember(self.last, key, graphed)
