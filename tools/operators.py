@@ -40,7 +40,11 @@ def document(rows: list[dict[str, Any]], samples: int) -> dict[str, Any]:
         "command": shlex.join(["python", "tools/operators.py", *words]),
         "samples": samples,
         "count": one_operator.count(rows),
-        "results": [r for r in rows if not one_operator.as_expected(r)],
+        "results": [
+            {**r, "reasons": one_operator.reasons(r)}
+            for r in rows
+            if not one_operator.as_expected(r)
+        ],
         "swept_and_patched": " ".join(r["operator"] for r in plain),
     }
 

@@ -337,6 +337,12 @@ def faults(row: dict[str, Any]) -> list[str]:
     ]
 
 
+def reasons(row: dict[str, Any]) -> dict[str, str]:
+    """Why it lacks what it lacks, by way."""
+    name = row["operator"]
+    return {way: REASONS[way, name] for way in missing(row) if (way, name) in REASONS}
+
+
 def count(rows: list[dict[str, Any]]) -> dict[str, int]:
     compared = [r for r in rows if r["samples"]]
     return {
