@@ -110,7 +110,10 @@ def page() -> str:
         room, name, *_ = str(op).split(".")
         if room == "aten":
             found.setdefault(find_rule(op).structure, set()).add(name)
-    parts = [HEAD, *networks(), *operators(), RULES]
+    parts = [HEAD]
+    parts += networks() if (RESULTS / "zoo.json").exists() else []
+    parts += operators() if (RESULTS / "operators.json").exists() else []
+    parts.append(RULES)
     for structure in Structure:
         names = sorted(found.get(structure, ()))
         if names:
