@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import warnings
 
 import pytest
@@ -12,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.flop_counter import FlopCounterMode
 
 import doubleback as db
+from doubleback.run import flattening
 from support.zoo import double
 
 
@@ -200,3 +202,18 @@ def test_distributed_tensors_are_refused_wherever_they_are(tmp_path):
             db.Penalised(net, db.LossGradient("cross_entropy"))(x, y)
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_sweeps_that_cannot_be_flattened_go_on_without_a_word(monkeypatch, capfd):
+    def refused(*args, **kwargs):
+        log = logging.getLogger("torch._subclasses.fake_tensor")  # which tells of failed attempts
+        log.error("failed while attempting to run meta for view_as_complex")
+        raise RuntimeError("no tensor without numbers")
+
+    monkeypatch.setattr(flattening, "flatten", refused)
+    net, (x, y) = mlp(), batch()
+    wanted = stock(net, x, y)
+    model = db.Penalised(net, db.LossGradient("cross_entropy"), strict=True)
+    for _ in range(4):
+        agrees(model, net, (x, y), wanted)
+    assert capfd.readouterr().err == ""
