@@ -204,9 +204,12 @@ def test_distributed_tensors_are_refused_wherever_they_are(tmp_path):
         torch.distributed.destroy_process_group()
 
 
-def test_sweeps_that_cannot_be_flattened_go_on_without_a_word(monkeypatch, capfd):
+def test_sweeps_that_cannot_be_flattened_go_on_without_a_word(monkeypatch):
+    log = logging.getLogger("torch._subclasses.fake_tensor")  # which tells of failed attempts
+    told = []
+    monkeypatch.setattr(log, "handle", told.append)
+
     def refused(*args, **kwargs):
-        log = logging.getLogger("torch._subclasses.fake_tensor")  # which tells of failed attempts
         log.error("failed while attempting to run meta for view_as_complex")
         raise RuntimeError("no tensor without numbers")
 
@@ -216,4 +219,4 @@ def test_sweeps_that_cannot_be_flattened_go_on_without_a_word(monkeypatch, capfd
     model = db.Penalised(net, db.LossGradient("cross_entropy"), strict=True)
     for _ in range(4):
         agrees(model, net, (x, y), wanted)
-    assert capfd.readouterr().err == ""
+    assert not told
