@@ -10,7 +10,7 @@ loss, weighted so that both are of one size. Output, penalty, the gradient of ev
 of x, and every buffer are compared with stock autograd's (`create_graph=True`) for
 
     penalised   Penalised(net), backward(); from the third step on by flat graphs
-    accumulate  its accumulate()
+    accumulate  its accumulate(); by flat graphs in training only, for the time that they take
     patch       the loop as it stands, under db.patched()
 
 What rounding alone does to a network is measured: stock autograd once more, with parameters and
@@ -78,10 +78,11 @@ class Bench:
         self.network = network
         self.net, self.twin = (build(network, training) for _ in range(2))
         self.args, self.kwargs = network.inputs(torch.Generator().manual_seed(7))
-        with torch.no_grad(), self.seeded(0):
-            start = save(self.twin)
-            out = oracle.choose(self.twin(*self.args, **self.kwargs), network.output)
-            restore(self.twin, start)
+        for net in (self.net, self.twin):  # some settle at their first call: both then
+            start = save(net)
+            with torch.no_grad(), self.seeded(0):
+                out = oracle.choose(net(*self.args, **self.kwargs), network.output)
+            restore(net, start)
         self.shape, self.scale = out.shape, float(out.std()) or 1.0
         self.weight: float | None = None  # of the penalty: as large as the loss at first
 
@@ -232,10 +233,13 @@ def examine(network: Network) -> Iterator[dict[str, Any]]:
 
 
 def compare(bench: Bench) -> dict[str, Any]:
-    model = db.Penalised(
-        bench.net, db.LossGradient("mse"), wrt=bench.network.wrt, output=bench.network.output,
-        strict=True, sweeps=True,
-    )  # fmt: skip
+    models = {
+        way: db.Penalised(
+            bench.net, db.LossGradient("mse"), wrt=bench.network.wrt, strict=True, sweeps=True,
+            output=bench.network.output, flatten_after=after,
+        )
+        for way, after in (("penalised", 2), ("accumulate", 2 if bench.net.training else None))
+    }  # fmt: skip
     row: dict[str, Any] = {
         "parameters": sum(p.numel() for p in bench.net.parameters()), "captured": True
     }  # fmt: skip
@@ -256,14 +260,15 @@ def compare(bench: Bench) -> dict[str, Any]:
                 rounding = errors(bench.stock(step, LAST_DIGITS), truth)
             restore(bench.twin, end)
         try:
-            found["penalised"] = bench.penalised(model, step)
+            found["penalised"] = bench.penalised(models["penalised"], step)
         except db.CaptureError as error:
             row |= {"captured": False, "why": " ".join(str(error).split())[:300]}
-            model.strict = False
+            for model in models.values():
+                model.strict = False
             restore(bench.net, start)
-            found["penalised"] = bench.penalised(model, step)
+            found["penalised"] = bench.penalised(models["penalised"], step)
         restore(bench.net, start)
-        found["accumulate"] = bench.accumulate(model, step)
+        found["accumulate"] = bench.accumulate(models["accumulate"], step)
         for way, got in found.items():
             for name, error in errors(got, truth).items():
                 worst[way] = max(worst[way], error)

@@ -743,7 +743,6 @@ monai("DiffusionModelUNet", spatial_dims=2, in_channels=1, out_channels=1, chann
 monai("Discriminator", (1, 32, 32), (4, 8), (2, 2))
 monai("DynUNet", 2, 1, 2, [3, 3, 3], [1, 2, 2], [2, 2], filters=[4, 8, 8])
 monai("FullyConnectedNet", 6, 2, (8, 8), inputs=randn(4, 6))
-monai("GlobalNet", (32, 32), 2, 1, 4, 2)
 monai("HighResNet", 2, 1, 2)
 monai("LocalNet", 2, 1, 4, (0, 1, 2))
 monai("MedNeXt", 2, 4, 1, 2, encoder_expansion_ratio=2, decoder_expansion_ratio=2,

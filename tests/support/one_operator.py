@@ -192,7 +192,7 @@ def networks(op: Any, count: int) -> Iterator[Bench]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         drawn = op.sample_inputs("cpu", torch.float64, requires_grad=True)
-        for sample in itertools.islice(drawn, 40):
+        for sample in itertools.islice(drawn, 300):
             tensors = [
                 t
                 for t in _pytree.tree_leaves((sample.input, sample.args, sample.kwargs))
@@ -228,7 +228,7 @@ def examine(name: str, count: int = 2) -> Iterator[dict[str, Any]]:
     row: dict[str, Any] = {"operator": name, "samples": 0, "captured": True, "stock": True}
     row |= {"penalised": 0.0, "patch": 0.0}
     for bench in networks(operators()[name], count):
-        found = one(bench)
+        found = None if name in WRONG_IN_STOCK else one(bench)
         if found is None:
             continue
         row["samples"] += 1
@@ -253,6 +253,7 @@ def one(bench: Bench) -> dict[str, Any] | None:
         limit, same = max(TOLERANCE, ROUNDING * rounding), list
     except (RuntimeError, NotImplementedError):
         row["stock"] = False
+    if not row["stock"]:
         truth, limit, same = bench.by_differences(), NEAR, bench.along
     if not finite(truth) or limit > 1e-3:
         return None
@@ -301,6 +302,9 @@ def examine_all(names: list[str], limit: float = 120.0, count: int = 2) -> Itera
 
 
 # ------------------------------------------------------------------------------------- the verdict
+
+# Operators whose first derivative is wrong in PyTorch: no oracle here; tests/test_rules.py has one.
+WRONG_IN_STOCK = ("as_strided_scatter",)
 
 # What is not had, and why: (way, operator) → reason. Ways: "captured" (runs on autograd, and is
 # right there), "penalised" and "patch" (no second derivative), "samples" (nothing to compare).
