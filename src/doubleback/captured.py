@@ -257,7 +257,7 @@ class CapturedModule(nn.Module):
                 found[i] = len(inputs)
                 inputs.append(call.x[i])
         penalised: Any = tuple([graph.inputs[place] for place in found])  # type: ignore[index]
-        moving = _sized_by(graph, penalised)
+        moving = _sized_by(graph, penalised) if graph.deciding else None
         if moving is not None:
             raise CaptureError(
                 f"{type(self.net).__name__} cannot be captured as one graph: the shape of what "
