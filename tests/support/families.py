@@ -699,8 +699,6 @@ def segmentation(kind: str, encoder: str = "tu-test_resnet", **options: Any) -> 
     add(f"segmentation_models_pytorch/{kind}", make, image(64))
 
 
-segmentation("DPT", "tu-test_vit", dynamic_img_size=True, decoder_intermediate_channels=(8,) * 4,
-             decoder_fusion_channels=8)  # fmt: skip
 segmentation("DeepLabV3", decoder_channels=16, decoder_atrous_rates=(1, 2, 3))
 segmentation("DeepLabV3Plus", decoder_channels=16, decoder_atrous_rates=(1, 2, 3))
 segmentation("FPN", decoder_pyramid_channels=16, decoder_segmentation_channels=16)
