@@ -16,11 +16,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import doubleback as db
 
-pytestmark = pytest.mark.skipif(
-    tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 13),
-    reason="TorchDynamo before 2.13 cannot follow requires_grad_(): such losses run on autograd",
-)
-
 TOLERANCE = 1e-10
 
 
@@ -231,6 +226,62 @@ def r1(net):
         return F.softplus(-out).mean() + 5 * g.square().sum((1, 2, 3)).mean()
 
     return loss
+
+
+class Storing(nn.Module):
+    """Keeps an auxiliary loss as an attribute, as many networks do."""
+
+    def __init__(self, detached: bool = False) -> None:
+        super().__init__()
+        self.linear, self.detached, self.auxiliary = nn.Linear(3, 1), detached, None
+
+    def forward(self, x):
+        out = self.linear(x)
+        auxiliary = out.square().mean()
+        self.auxiliary = auxiliary.detach() if self.detached else auxiliary
+        return out.sum()
+
+
+def test_a_stored_tensor_that_requires_grad_keeps_its_gradient():
+    net, x = Storing(), torch.randn(4, 3)
+    with pytest.raises(db.CaptureError, match=r"stores a tensor that requires grad.*\n.*Remedy"):
+        compiled(net)(x)
+    with pytest.warns(db.CaptureWarning, match="stores a tensor"):
+        value = db.compile(net, compiler="eager")(x)
+    found = gradients(value + 3 * net.auxiliary, net.parameters())
+    out = net.linear(x)
+    wanted = gradients(out.sum() + 3 * out.square().mean(), net.parameters())
+    for g, w in zip(found, wanted, strict=True):
+        close(g, w)
+
+
+def test_a_stored_tensor_that_is_detached_is_stored_at_each_call():
+    net = Storing(detached=True)
+    step = compiled(net)
+    for _ in range(2):
+        x = torch.randn(4, 3)
+        step(x).backward()
+        close(net.auxiliary, net.linear(x).square().mean().detach())
+    assert step.traces == 1
+
+
+@pytest.mark.parametrize("made", ["detach", "clone", "zeros"])
+def test_requires_grad_of_what_the_loss_makes(made):
+    net = mlp()
+
+    def loss(batch):
+        x = batch["x"]
+        strain = x.new_zeros(3, 3).requires_grad_()
+        x = {"detach": x.detach, "clone": x.clone, "zeros": lambda: x}[made]()
+        wanted = [strain] if made == "zeros" else [x.requires_grad_(), strain]
+        assert wanted[0].requires_grad
+        out = net(x + x @ strain).sum()
+        found = torch.autograd.grad(out, wanted, create_graph=True)
+        return out + sum(g.square().sum() for g in found)
+
+    step = compiled(loss)
+    for size in (4, 5, 6):
+        agree(step, loss, net.parameters(), {"x": torch.randn(size, 3)})
 
 
 def test_r1_with_batch_norm_updates_its_buffers_once():

@@ -171,6 +171,14 @@ NAMES: dict[str, tuple[str, str]] = {
         "torch._dynamo.exc:BackendCompilerFailed",
         "tells our own refusal of a graph from Dynamo's of a program",
     ),
+    "TensorVariable": (
+        "torch._dynamo.variables.tensor:TensorVariable",
+        "requires_grad_() on a tensor that the graph makes, which Dynamo cannot follow before 2.13",
+    ),
+    "SpeculationLog": (
+        "torch._dynamo.symbolic_convert:SpeculationLog",
+        "tells whether this Dynamo can",
+    ),
     "callback_handler": (
         "torch._dynamo.callback:callback_handler",
         "when a capture begins and ends: PyTorch's warnings about itself are silenced between",
@@ -223,6 +231,14 @@ NAMES: dict[str, tuple[str, str]] = {
     "SchedulerNode": (
         "torch._inductor.scheduler:SchedulerNode",
         "what a kernel reads, by the names that tensors have after they were written to",
+    ),
+    "StarDep": (
+        "torch._inductor.dependencies:StarDep",
+        "that a kernel waits for another, whatever it reads of it",
+    ),
+    "WeakDep": (
+        "torch._inductor.dependencies:WeakDep",
+        "that a kernel which writes waits for the readers of the old values",
     ),
     "InductorChoices": (
         "torch._inductor.choices:InductorChoices",
@@ -363,6 +379,7 @@ OPERATORS: dict[str, str] = {
     "_fused_rms_norm": "RMS norm by PyTorch's fused kernel",
     "_fused_rms_norm_backward": "its derivative",
     "_fused_sdp_choice": "which kernel of attention PyTorch would choose",
+    "_linalg_check_errors": "what raises for a singular matrix, after the operator that computes",
     "_local_scalar_dense": "`item()`, which a captured graph must not hold",
     "_log_softmax_backward_data": "the derivative of log softmax from its result",
     "_native_batch_norm_legit": "batch norm with the statistics of the batch",

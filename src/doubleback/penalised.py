@@ -14,17 +14,13 @@ from ._torch import pytree
 from .capture import requires_grad
 from .captured import CapturedModule, Site
 from .errors import InputError, warn
-from .explain import Explanation, explain, explain_jacobian, with_iterations, with_pulls
+from .explain import Explanation, explain
 from .graph import Graph
-from .jacobian import DirectionsProgram, SpectralProgram, plan_jacobian, price
+from .jacobian import price
 from .penalties import (
-    Directions,
-    Jacobian,
     Loss,
-    LossGradient,
     LossName,
     Penalty,
-    SpectralNorm,
     accumulate_on_autograd,
     make_loss,
     on_autograd,
@@ -32,15 +28,12 @@ from .penalties import (
 from .plan import Plan
 from .run import (
     Bridge,
-    CallersProgram,
-    FlattenedProgram,
     GraphedProgram,
     GraphedStep,
     GraphRefused,
     Job,
-    OpenProgram,
-    Program,
     Replay,
+    Request,
     deliver,
     kind,
     no_autocast,
@@ -120,22 +113,13 @@ class Penalised(CapturedModule):
         )  # fmt: skip
         self.penalty = penalty
         self.cuda_graph = cuda_graph
-        if cuda_graph and isinstance(penalty, SpectralNorm) and penalty.warm_start:
+        if cuda_graph and penalty.carries:
             raise InputError(
-                "a CUDA graph cannot carry SpectralNorm's vector from call to call; use "
-                "warm_start=False or cuda_graph=False"
+                f"a CUDA graph cannot carry {type(penalty).__name__}'s vector from call to call; "
+                "use warm_start=False or cuda_graph=False"
             )
-        if cuda_graph and isinstance(penalty, Directions):
-            if not penalty.fixed_rounds:
-                raise InputError(
-                    "a CUDA graph would take the same number of terms in every call, which biases "
-                    "LogDet; use roulette=0 or cuda_graph=False"
-                )
-            if penalty.generator is not None:
-                raise InputError(
-                    f"a CUDA graph draws from PyTorch's own generator; leave "
-                    f"{type(penalty).__name__}'s generator out or use cuda_graph=False"
-                )
+        if cuda_graph and penalty.ungraphed is not None:
+            raise InputError(f"a CUDA graph {penalty.ungraphed}, or use cuda_graph=False")
 
     if TYPE_CHECKING:  # nn.Module's own says Any
 
@@ -160,9 +144,8 @@ class Penalised(CapturedModule):
         return super()._free_to_choose() and self.penalty.one_seed and not self.cuda_graph
 
     def _captures(self, call: Any) -> bool:
-        """Without an example there is nothing to plan seeds for."""
-        seeded = isinstance(self.penalty, (Jacobian, SpectralNorm, Directions))
-        return super()._captures(call) and not (seeded and not call.x[0].shape[0])
+        empty = not call.x[0].shape[0]
+        return super()._captures(call) and not (empty and self.penalty.needs_examples)
 
     def _forward(self, *args: Any, **kwargs: Any) -> tuple[Any, Tensor]:
         """(what net returns, the penalty)."""
@@ -172,6 +155,7 @@ class Penalised(CapturedModule):
 
         def run(graph: Graph, inputs: Sequence[Any]) -> Sequence[Any]:
             site = self._site(graph, inputs, call)
+            program: Any
             program, state = self._program(site, gradients)
             plan, asked = program.plan, call.asked if gradients else {}
             prelude = run_prelude(program.prelude, state)
@@ -190,10 +174,10 @@ class Penalised(CapturedModule):
             found.append(penalty)
             return self._finish(site, plan, prelude, outputs, job.mutations, gradients)
 
-        captured, result = self._through(run, call)
-        if captured:
-            return result, found[0]
-        return self._on_autograd(partial(on_autograd, self, call), call)
+        way, result = self._through(run, call)
+        if way is not None:
+            return self._on_autograd(partial(on_autograd, self, call), way)
+        return result, found[0]
 
     def accumulate(
         self,
@@ -225,7 +209,7 @@ class Penalised(CapturedModule):
             raise InputError(f"weight must be a number, not {type(weight).__name__}")
         own_loss, args, target = self._loss(loss, args)
         call = self._call(args, kwargs)
-        if isinstance(self.penalty, LossGradient):
+        if self.penalty.own_loss is not None:
             target = call.extra[0]
         if own_loss is not None and requires_grad(target):
             raise InputError(
@@ -258,10 +242,10 @@ class Penalised(CapturedModule):
             found.extend((loss_value, penalty))
             return self._finish(site, plan, prelude, outputs, mutated, False)
 
-        captured, result = self._through(run, call)
-        if not captured:
+        way, result = self._through(run, call)
+        if way is not None:
             return self._on_autograd(
-                partial(accumulate_on_autograd, self, call, own_loss, target, weight), call
+                partial(accumulate_on_autograd, self, call, own_loss, target, weight), way
             )
         # what lies before the sweeps receives its gradient under no_grad and inference_mode too
         with torch.inference_mode(False), no_autocast():
@@ -303,19 +287,9 @@ class Penalised(CapturedModule):
         """Whether this program's sweeps are to run as CUDA graphs."""
         if not (self.cuda_graph and x.is_cuda):
             return False
-        if isinstance(program, CallersProgram):
-            self._warn_of_graph(
-                "a loss or penalty of your own is Python that a CUDA graph would not call again; "
-                "use a built-in loss and norm"
-            )
-            return False
-        if isinstance(program, OpenProgram):
-            self._warn_of_graph(
-                "sizes change from call to call, and a CUDA graph holds the memory of one; keep "
-                "them the same (the last batch too: drop_last=True)"
-            )
-            return False
-        return True
+        if program.no_graph is not None:
+            self._warn_of_graph(program.no_graph)
+        return program.no_graph is None
 
     def _warn_of_graph(self, why: str) -> None:
         if not self._warned_of_graph:
@@ -330,29 +304,12 @@ class Penalised(CapturedModule):
         """
         call = self._call(args, kwargs)
         site = self._find(call)
-        program, _ = self._program(site, gradients=True)
-        plan = getattr(program, "program", program).plan  # at this call's sizes
         flat = self.flatten_after is not None and not self.debug
-        replay = Replay(False, 0 if flat else None)
-        if isinstance(self.penalty, Jacobian):
-            told = explain_jacobian(plan, self.penalty, program.decision)
-            bare: Any = replace(program, replay=replay)
-        elif isinstance(self.penalty, SpectralNorm):
-            bare = SpectralProgram.build(plan, self.penalty, False, replay, {})
-            told = with_iterations(explain(plan, self.penalty), self.penalty.iterations)
-        elif isinstance(self.penalty, Directions):
-            cheap = self.penalty.cheap()
-            bare = DirectionsProgram(plan, cheap, False, replay, asked=tuple(call.asked))
-            told = with_pulls(
-                explain(plan, self.penalty), cheap.count(site.shape), cheap.drawn_rounds()
-            )
-        else:
-            told = explain(plan, self.penalty)
-            bare = Program(plan, self.penalty, asked=tuple(call.asked))
-            bare = FlattenedProgram(bare, replay) if flat else bare
-        told = replace(told, way=self._way(site))
+        program, _ = self._program(site, gradients=True)
+        program = program.to_price(Replay(False, 0 if flat else None))
+        told = replace(explain(program), way=self._way(site))
         try:
-            cost = price(bare, call.constants, twice=flat)
+            cost = price(program, call.constants, twice=flat)
         except (RuntimeError, TypeError):  # an operator that no fake tensor can run
             return told
         return replace(told, flops=cost.flops, peak_bytes=cost.peak_bytes)
@@ -363,7 +320,7 @@ class Penalised(CapturedModule):
     # -------------------------------------------------------------------------- arguments
 
     def _loss(self, loss: Any, args: tuple) -> tuple[Loss | None, tuple, Any]:
-        own = self.penalty.loss if isinstance(self.penalty, LossGradient) else None
+        own = self.penalty.own_loss
         if loss is None:
             return own, args, None
         made = make_loss(loss)
@@ -393,40 +350,18 @@ class Penalised(CapturedModule):
         self.penalty.check(site.shape, call.x, *call.extra)
         seeding = bool(asked) and any(call.asks(i) for i in self.penalty.in_seed)
         fingerprint = self.penalty.fingerprint()
-        ours = fingerprint is not None and (loss is None or loss.fingerprint() is not None)
-        key = (asked, self.penalty, fingerprint, ours, seeding)
+        known = loss is None or loss.fingerprint() is not None
+        key = (asked, self.penalty, fingerprint, known, seeding)
         varying = self.penalty.varying or seeding
 
         def make(plan: Plan, key: tuple) -> Any:
-            return self._make_program(site, plan, asked, fingerprint is not None, ours, key)
+            request = Request(
+                lambda: plan.at(site.graph), asked, self.debug, self._replay(site), self._carried,
+                known, lambda make: self._swept(site, plan, make, key),
+            )  # fmt: skip
+            return self.penalty.program(request)
 
         return self._planned(site, gradients, copies, varying, key, make)
-
-    def _make_program(
-        self, site: Site, plan: Plan, asked: tuple[int, ...], penalty: bool, both: bool, key: tuple
-    ) -> Any:
-        """penalty, both: whether the penalty, and the loss too, run no code of the caller's."""
-        replay = self._replay(site)
-        if isinstance(self.penalty, Jacobian):
-            replay = replay if penalty else Replay(False, None)
-            return plan_jacobian(plan.at(site.graph), self.penalty, self.debug, replay)
-        if isinstance(self.penalty, SpectralNorm):
-            replay = replay if penalty else Replay(False, None)
-            return SpectralProgram.build(
-                plan.at(site.graph), self.penalty, self.debug, replay, self._carried
-            )
-        if isinstance(self.penalty, Directions):
-            replay = replay if penalty else Replay(False, None)
-            at = plan.at(site.graph)
-            return DirectionsProgram(at, self.penalty, self.debug, replay, asked=asked)
-        if not both:
-            plan = plan.at(site.graph)
-            return CallersProgram(plan, self.penalty, self.debug, asked=asked, replay=replay)
-
-        def make(at: Plan) -> Program:
-            return Program(at, self.penalty, self.debug, asked=asked)
-
-        return self._swept(site, plan, make, key)
 
 
 def program_of(model: Penalised, *args: Any, **kwargs: Any) -> tuple[Any, dict[int, Tensor]]:

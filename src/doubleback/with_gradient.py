@@ -102,9 +102,9 @@ class WithGradient(CapturedModule):
                 job.mutations.update(first.mutated)
             return self._finish(site, plan, prelude, outputs, job.mutations, gradients)
 
-        captured, result = self._through(run, call)
-        if not captured:
-            result, found = self._on_autograd(partial(self.by_autograd, call), call)
+        way, result = self._through(run, call)
+        if way is not None:
+            result, found = self._on_autograd(partial(self.by_autograd, call), way)
         return result, found[0] if len(found) == 1 else tuple(found)
 
     def _program(self, site: Site, gradients: bool) -> tuple[Any, dict[int, Tensor]]:

@@ -219,9 +219,7 @@ class Demo:
         task = bar.add_task("compare with autograd", total=len(self.names), state="")
         parity, plans = {}, {}
         for done, name in enumerate(self.names, start=1):
-            penalty = PENALTIES[name].build()
-            if isinstance(penalty, db.SpectralNorm):
-                penalty = db.SpectralNorm(1, warm_start=False)  # the same v in every comparison
+            penalty = PENALTIES[name].build().afresh()  # the same v in every comparison
             model = db.Penalised(self.nets[name], penalty)
             extra = (y,)[: penalty.extras]
             report = db.check(model, x, *extra)

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 import doubleback as db
 from doubleback.cli import LOSSES, UsageError, nearest
-from doubleback.penalties import BinaryCrossEntropy, CrossEntropy, Loss, SquaredError
 
 NORMS = {"squared": db.SquaredNorm, "norm": db.Norm, "deviation": db.Deviation}
 
@@ -151,19 +150,19 @@ def penalty(arguments: argparse.Namespace, steady: bool = False) -> db.Penalty:
 
 def _extras(model: db.Penalised, inputs: tuple[Tensor, ...], classes: int | None):
     """Random labels, targets or directions of the shapes that the penalty asks for."""
-    asked, x = model.penalty, inputs[0]
-    if isinstance(asked, db.LossGradient):
-        return (_labels(asked.loss, _output(model, inputs), classes),)
-    if isinstance(asked, db.GradientMatch):
-        return (torch.randn_like(x),)
-    if isinstance(asked, db.BilinearForm):
-        return (torch.randn_like(_output(model, inputs)), torch.randn_like(x))
-    if getattr(asked, "extras", 0):
+    asked = model.penalty
+    if not asked.extras:
+        return ()
+    try:
+        made = asked.trial(_output(model, inputs), inputs[0], classes)
+    except db.LabelError as error:
+        raise UsageError(f"{error}: choose --loss or --penalty") from error
+    if made is None:
         raise UsageError(
-            f"{type(asked).__name__} takes {asked.extras} extra arguments that cannot be made "
-            "up here: call doubleback.check or explain from Python"
+            f"the {asked.extras} arguments that {asked!r} takes beside the network's cannot be "
+            "made up here: call doubleback.check or explain from Python"
         )
-    return ()
+    return made
 
 
 def _output(model: db.Penalised, inputs: tuple[Tensor, ...]) -> Tensor:
@@ -190,22 +189,3 @@ def chosen(out: Any, output: Any) -> Tensor:
     if not isinstance(out, Tensor):
         raise UsageError(f"the net returns a {type(out).__name__}: choose with --output")
     return out
-
-
-def _labels(loss: Loss, out: Tensor, classes: int | None) -> Tensor:
-    if isinstance(loss, CrossEntropy):
-        if out.ndim < 2:
-            raise UsageError(
-                f"cross_entropy needs one column per class, the output is {tuple(out.shape)}: "
-                "choose --loss or --penalty"
-            )
-        shape = (out.shape[0], *out.shape[2:])
-        return torch.randint(classes or out.shape[1], shape)
-    if isinstance(loss, BinaryCrossEntropy):
-        return torch.randint(2, out.shape).to(out.dtype)
-    if isinstance(loss, SquaredError):
-        return torch.randn_like(out)
-    raise UsageError(
-        "labels for a loss of your own cannot be made up here: call doubleback.check or explain "
-        "from Python"
-    )

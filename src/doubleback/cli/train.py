@@ -325,10 +325,10 @@ class Training:
                 net, target.penalty(chosen, steady=True), output=target.key(s.output)
             )
         penalty = net.penalty
-        if isinstance(penalty, db.SpectralNorm) and penalty.warm_start:
+        if penalty.carries:
             raise UsageError(
-                "SpectralNorm carries a vector from step to step that no checkpoint holds: give it "
-                "warm_start=False"
+                f"{type(penalty).__name__} carries a vector from step to step that no checkpoint "
+                "holds: give it warm_start=False"
             )
         # a step after --resume runs as it would have without: in one way from the first on
         net.flatten_after = 0

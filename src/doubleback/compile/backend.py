@@ -10,10 +10,8 @@ from __future__ import annotations
 import importlib.abc
 import importlib.machinery
 import importlib.util
-import logging
 import sys
 import threading
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -32,7 +30,7 @@ from .._torch import (
 from ..capture import forget, plain
 from ..errors import CaptureError, InputError, StaleGraphError, warn
 from ..patch import patched, supported
-from ..run import no_autocast, sound
+from ..run import no_autocast, quiet, sound
 from .region import RegionCode, depends_on, look, many
 from .stages import Stages
 
@@ -246,7 +244,7 @@ class CompiledRegion:
             if not many(numbers):
                 return None
             try:
-                with _quiet():
+                with quiet():
                     made = Stages(
                         self.code, numbers, self.written, wanted, self.moving, self.inductor
                     )
@@ -629,7 +627,7 @@ def _first(
     stages = call.stages
     if stages.first is None:
         return {}
-    with _quiet():
+    with quiet():
         stages.first.run  # noqa: B018  where it is compiled now, it may ask more about sizes
     if stages.fits(call.numbers):
         found = stages.first({**values, **stages.dense("only", call.along(grads))})
@@ -730,20 +728,6 @@ def _told(error: Exception) -> CaptureError:
     return CaptureError(
         f"its second derivative cannot be traced: {lines[0] if lines else type(inner).__name__}"
     )
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """What PyTorch says about its own calls while it compiles is nobody's business."""
-    log = logging.getLogger("torch._inductor.codecache")
-    level = log.level
-    log.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        log.setLevel(level)
 
 
 def register() -> None:

@@ -12,12 +12,10 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
-import logging
 import os
 import threading
 import time
 import traceback
-import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -45,7 +43,8 @@ from ..errors import (
     warn,
 )
 from ..patch import patched, supported
-from ..run import no_autocast
+from ..run import no_autocast, quiet
+from .leaves import follow_requires_grad
 from .whole import WholeStep, take_mark, trace_whole
 
 MANY = 8  # traces of one loss, after which it is said what they cost
@@ -230,6 +229,7 @@ class Compiled:
             def changed(failure: Any) -> None:
                 me()._changed(failure)  # type: ignore[union-attr]
 
+            follow_requires_grad(_calls)
             optimise = _torch.dynamo_optimize(
                 receive, nopython=True, dynamic=self.dynamic, guard_fail_fn=changed
             )
@@ -258,6 +258,7 @@ class Compiled:
         """Dynamo's backend: the graph is differentiated and compiled, and run by whoever calls."""
         call = _calls()[-1]
         try:
+            _refuse_stored(module)
             loss = take_mark(module)
             if loss is None:
                 _check(None, False)
@@ -267,7 +268,7 @@ class Compiled:
                     f"it meets a {type(strange[0]).__name__} of layout {strange[0].layout} "
                     "(distributed, sparse or quantised), which cannot be traced"
                 )
-            with _patch(), _quiet():
+            with _patch(), quiet():
                 step = trace_whole(module, given, self.compiler, self.scaler is not None, _check)
         except InputError as error:
             call.error = error
@@ -316,6 +317,19 @@ class Compiled:
         except BaseException as error:
             call.error = error
             raise
+
+
+def _refuse_stored(module: torch.fx.GraphModule) -> None:
+    """Raise where a tensor leaves the graph that requires grad: the loss and what is returned do
+    so detached, so this one was stored on a Python object, and might be differentiated later."""
+    (output,) = module.graph.find_nodes(op="output")
+    for node in output.all_input_nodes:
+        value = node.meta.get("example_value")
+        if node.op != "placeholder" and isinstance(value, Tensor) and value.requires_grad:
+            raise CaptureError(
+                f"it stores a tensor that requires grad, of shape {tuple(value.shape)}, on a "
+                "Python object; only the loss has gradients outside the graph"
+            )
 
 
 def _refuse_shared(step: WholeStep, inputs: Sequence[Any]) -> None:
@@ -583,21 +597,6 @@ def _patch() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """What PyTorch says about its own calls while it compiles is nobody's business: warnings, and
-    that a graph with symbolic numbers in it cannot be kept in the cache on disk."""
-    log = logging.getLogger("torch._inductor.codecache")
-    level = log.level
-    log.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        log.setLevel(level)
-
-
 def _modules(fn: Any) -> list[nn.Module]:
     """Modules that a function is seen to hold: in its closure, its globals, its arguments, and in
     those of the functions it holds."""
@@ -665,6 +664,8 @@ _REMEDIES = (
     ("Unsupported Tensor.requires_grad_() call",
      "say x = x.detach().requires_grad_() inside the function"),
     ("returning intermediate with requires_grad_()",
+     "store no tensor that requires grad on Python objects, or detach it"),
+    ("it stores a tensor that requires grad",
      "store no tensor that requires grad on Python objects, or detach it"),
     ("external grad_fn", "detach what was computed outside, or pass it as an argument"),
     ("backward()", "use torch.autograd.grad(…, create_graph=True)"),

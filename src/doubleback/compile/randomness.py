@@ -3,6 +3,7 @@ derivative, however often they run, see the same ones."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -55,11 +56,12 @@ def is_random(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     return True
 
 
-class _Randomness(TorchDispatchMode):
-    """Sees each operator that draws; `meet(draw)` says what was drawn."""
+class _Randomness(TorchDispatchMode, ABC):
+    """Sees each operator that draws."""
 
+    @abstractmethod
     def meet(self, draw: Draw) -> Tensor:
-        raise NotImplementedError
+        """What was drawn."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None

@@ -1,9 +1,9 @@
 """Penalties of the whole Jacobian: the strategies that compute it, their prices, the choice of one,
-and the programs that run it; the spectral norm and penalties
-over fixed directions beside them."""
+and the programs that run it; the spectral norm and penalties over fixed directions beside them."""
 
 from .planner import Decision, plan_jacobian, price, price_sweeps
 from .programs import DirectionsProgram, SpectralProgram
+from .strategies import unit_vectors
 
 __all__ = [
     "Decision",
@@ -12,4 +12,5 @@ __all__ = [
     "plan_jacobian",
     "price",
     "price_sweeps",
+    "unit_vectors",
 ]

@@ -24,14 +24,14 @@ from torch import Tensor
 from .. import sweeps
 from ..dtypes import accumulation, lifted
 from ..errors import MemoryWarning
-from ..penalties import Directions, SpectralNorm, slot
 from ..plan import Plan, make_plan
 from ..rules import add
-from ..run import First, FlattenedProgram, Program, Replay
+from ..run import First, FlattenedProgram, FourSweeps, Replay
 from ..spaces import dual_square
 from .strategies import Candidate, Sources, finished, zero
 
 if TYPE_CHECKING:
+    from ..penalties import Directions, SpectralNorm
     from .planner import Decision
 
 
@@ -50,10 +50,13 @@ class Swept:
 
 
 @dataclass(frozen=True, eq=False)
-class Phases(Program, ABC):
+class Phases(FourSweeps, ABC):
     """What the programs of this module share: the phases `open` and `close`."""
 
     replay: Replay = field(default_factory=lambda: Replay(False, None))
+
+    def to_price(self, replay: Replay) -> Phases:
+        return replace(self, debug=False, replay=replay)
 
     def _open(self, leaves: Mapping[int, Tensor]) -> tuple[list[Tensor], dict[int, Tensor], Swept]:
         plan = self.plan
@@ -235,6 +238,7 @@ class JacobianProgram(Phases):
 class SpectralProgram(Phases):
     """σ₁ by power iteration. `carried` keeps v between calls."""
 
+    penalty: SpectralNorm
     carried: dict[Any, Tensor] = field(kw_only=True)
     pushing: Plan = field(kw_only=True)
 
@@ -246,6 +250,9 @@ class SpectralProgram(Phases):
             plan.graph, plan.penalised, plan.target, frozenset(), varying_seed=True, like=plan
         )
         return cls(plan, penalty, debug, replay, carried=carried, pushing=pushing)
+
+    def to_price(self, replay: Replay) -> SpectralProgram:
+        return replace(self, debug=False, replay=replay, carried={})
 
     def first(self, leaves: Mapping[int, Tensor], extra: Sequence[Any], keep: bool = True) -> First:
         self.replay.tick()
@@ -259,7 +266,6 @@ class SpectralProgram(Phases):
     def _direction(self, swept: Swept, out: Tensor, keep: bool) -> Tensor:
         """v after this call's iterations, from the last call's v where there is one."""
         penalty = self.penalty
-        assert isinstance(penalty, SpectralNorm)
         v = penalty.begin(out, self.carried)
 
         def run(nested: Any) -> Tensor:
@@ -270,14 +276,13 @@ class SpectralProgram(Phases):
             return w
 
         v = self.replay("improve", run, (swept.values, swept.saved, v))
-        if keep and penalty.warm_start:
-            self.carried[slot(out)] = v.detach()
+        if keep:
+            penalty.carry(self.carried, out, v)
         return v
 
     def _round(self, state: sweeps.State, v: Tensor) -> Tensor:
         """J J* v, adjoints taken in the penalty's spaces."""
         penalty = self.penalty
-        assert isinstance(penalty, SpectralNorm)
         xi = self._pulled(state, v, keep=False)
         _, along = dual_square(penalty.domain, xi)
         start = {x: q[None] for x, q in zip(self.plan.penalised, along, strict=True)}
@@ -286,7 +291,6 @@ class SpectralProgram(Phases):
 
     def _pulled(self, state: sweeps.State, v: Tensor, keep: bool) -> list[Tensor]:
         penalty = self.penalty
-        assert isinstance(penalty, SpectralNorm)
         xi = sweeps.backward(self.plan, state, penalty.covector(v), keep=keep)
         graph = self.plan.graph
         return [
@@ -329,10 +333,14 @@ class DirectionsProgram(Phases):
     part    for each chunk of directions: backward and tangent sweep
     """
 
+    penalty: Directions
+
+    def to_price(self, replay: Replay) -> DirectionsProgram:
+        return replace(self, debug=False, replay=replay, penalty=self.penalty.steady())
+
     def first(self, leaves: Mapping[int, Tensor], extra: Sequence[Any], keep: bool = True) -> First:
         self.replay.tick()
         penalty = self.penalty
-        assert isinstance(penalty, Directions)
         outputs, mutated, opened = self._open(leaves)
         swept = Along(opened.values, opened.saved, {}, None)
         out = swept.values[self.plan.target]

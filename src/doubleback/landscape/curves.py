@@ -22,7 +22,7 @@ So J*v and ∂ₛ(J*v) are exact up to the very ends of a piece, where autograd 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -33,13 +33,7 @@ from torch import Tensor
 from ..errors import InputError
 from ..graph import Node
 from ..penalties import (
-    Directions,
-    Jacobian,
-    LossGradient,
-    OutputGradient,
     Penalty,
-    SpectralNorm,
-    SquaredError,
     SquaredNorm,
 )
 from ..rules import Call, Rule
@@ -556,7 +550,7 @@ def penalty(path: Path, of: Penalty, *extra: Tensor) -> Curve:
         z, dz = jets.out
         own = tuple(e[example] for e in extra)
         total = (0.0, 0.0)
-        for v, dv in _seeds(of, z, dz, *own):
+        for v, dv in of.seeds_along(z, dz, *own):
             xi, dxi = jets.pull(v, dv)
             value, (q,) = of.measure([xi], *own)
             total = total[0] + value, total[1] + (q * dxi).flatten(1).sum(1)
@@ -570,44 +564,23 @@ def penalty(path: Path, of: Penalty, *extra: Tensor) -> Curve:
 
 def _refuse_unknown(of: Penalty) -> None:
     """A landscape is a function of weights and inputs: nothing drawn at random, no iteration."""
-    takes = "a landscape takes OutputGradient, LossGradient or an exact Jacobian"
-    if isinstance(of, Directions):
-        raise InputError(f"{type(of).__name__} measures many directions of its own; {takes}")
-    if isinstance(of, SpectralNorm):
-        raise InputError(
-            f"SpectralNorm finds its direction by iteration, from a random one; {takes}"
-        )
-    if isinstance(of, Jacobian):
-        if of.projections is not None:
-            raise InputError(
-                f"Jacobian(projections={of.projections}) draws random directions; {takes}: leave "
-                "projections out"
-            )
-    elif of.varying and not isinstance(of, LossGradient):
+    takes = (
+        "a landscape takes OutputGradient, LossGradient or an exact Jacobian (without projections)"
+    )
+    if of.chance is not None:
+        raise InputError(f"{of.chance}; {takes}")
+    if of.varying and not of.symmetric:
         raise InputError(
             f"{type(of).__name__} has a v that depends on the output in a way that is not known "
             f"here; {takes}"
         )
 
 
-def _seeds(of: Penalty, z: Tensor, dz: Tensor, *own: Tensor) -> Iterator[tuple[Tensor, Any]]:
-    """Every v and its derivative along the path, ∂v/∂out·∂out. Each v that varies is a gradient in
-    the output, so that ∂v/∂out is symmetric and the penalty's head, its adjoint, gives it."""
-    if not isinstance(of, Jacobian):
-        yield of.seed(z, *own), of.head(z, dz, *own) if of.varying else None
-        return
-    for one in of.bank(z).split(1):
-        yield of.vectors(z, one)[0], of.head_of(z, one, dz[None])
-
-
 def _degree(path: Path, of: Penalty) -> int | None:
     if type(of.norm) is not SquaredNorm:
         return None
-    if isinstance(of, OutputGradient) or (isinstance(of, Jacobian) and not of.varying):
-        return 2 * path.motion.slope
-    if isinstance(of, LossGradient) and isinstance(of.loss, SquaredError):
-        return 2 * (path.motion.slope + path.motion.degree.get(path.network.out, 0))
-    return None
+    degree = of.seed_degree(path.motion.degree.get(path.network.out, 0))
+    return None if degree is None else 2 * (path.motion.slope + degree)
 
 
 def _index(path: Path, index: int | tuple[int, ...]) -> tuple[int, ...]:

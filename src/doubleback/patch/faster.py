@@ -191,9 +191,12 @@ def _accepts_convolution(a: Arguments) -> bool:
 
 
 def _convolution_pays(xi: Tensor, x: Tensor, weight: Tensor, *others: Any) -> bool:
-    """In groups always; else from about 60 million operations on."""
+    """In groups always; else from about 60 million operations on. A trace with open sizes must not
+    ask, and before 2.13 PyTorch's own formula fails in one."""
+    if others[6] != 1 or isinstance(xi.numel(), torch.SymInt):
+        return True
     per_output = weight.numel() // max(1, weight.shape[0])
-    return others[6] != 1 or 2 * xi.numel() * per_output >= 6e7
+    return 2 * xi.numel() * per_output >= 6e7
 
 
 CONVOLUTION = [
@@ -518,8 +521,9 @@ def _silu(call: Applied, cotangents: Grads) -> dict[str, Any]:
 
 
 def _silu_pays(*args: Any) -> bool:
-    """From a hundred thousand entries on."""
-    return args[0].numel() >= 1 << 17
+    """From a hundred thousand entries on, and where a trace leaves their number open."""
+    count = args[0].numel()
+    return isinstance(count, torch.SymInt) or count >= 1 << 17
 
 
 def _activation(

@@ -13,11 +13,10 @@ from .losses import (
     SquaredNorm,
     make_loss,
 )
-from .many_seeds import MANY_SEEDS, Jacobian, SpectralNorm, slot, unit_vectors
+from .many_seeds import Jacobian, SpectralNorm
 from .one_seed import BilinearForm, Custom, GradientMatch, LossGradient, OutputGradient, Penalty
 
 __all__ = [
-    "MANY_SEEDS",
     "BilinearForm",
     "BinaryCrossEntropy",
     "CrossEntropy",
@@ -42,6 +41,4 @@ __all__ = [
     "derivatives",
     "make_loss",
     "on_autograd",
-    "slot",
-    "unit_vectors",
 ]

@@ -19,9 +19,11 @@ from torch import Tensor
 
 from ..dtypes import accumulation, lifted
 from ..errors import InputError, PenaltyWarning, warn
+from ..jacobian import DirectionsProgram, unit_vectors
+from ..run import Replay, Request
 from ..spaces import Euclidean, dual_square, per_example
 from .losses import Reduction, SquaredNorm
-from .many_seeds import check_hilbert, directions, unit_vectors
+from .many_seeds import check_hilbert, directions
 from .one_seed import Penalty
 
 Bank = tuple[Tensor, ...]
@@ -32,6 +34,7 @@ class Directions(Penalty):
     """What `DirectionsProgram` and the oracle ask of such a penalty."""
 
     volatile: tuple[str, ...] = ("generator", "told")  # no part of what a flat graph holds
+    needs_examples = True
     valued = True  # whether `measured` adds to the value, or to its gradient alone
 
     def __init__(
@@ -53,9 +56,18 @@ class Directions(Penalty):
         self.projections, self.chunk, self.generator = projections, chunk, generator
         self.told = False
 
-    def count(self, out_shape: Sequence[int]) -> int:
-        """How many directions there are."""
-        return self.projections or math.prod(out_shape[1:])
+    def pulls(self, out_shape: Sequence[int]) -> tuple[int, int]:
+        return self.projections or math.prod(out_shape[1:]), self.steady().drawn_rounds()
+
+    def program(self, request: Request) -> Any:
+        replay = request.replay if self.fingerprint() is not None else Replay(False, None)
+        return DirectionsProgram(request.plan(), self, request.debug, replay, asked=request.asked)
+
+    @property
+    def ungraphed(self) -> str | None:  # type: ignore[override]
+        if self.generator is not None:
+            return "draws from PyTorch's own generator: leave `generator` out"
+        return None
 
     @abstractmethod
     def start(self, out: Tensor, *extra: Any) -> Bank:
@@ -69,11 +81,6 @@ class Directions(Penalty):
     def drawn_rounds(self) -> int:
         """How many times `improved` pulls, by chance where it is random."""
         return 0
-
-    @property
-    def fixed_rounds(self) -> bool:
-        """Whether every call pulls as often as the last."""
-        return True
 
     @abstractmethod
     def measured(self, xi: Sequence[Tensor], bank: Bank) -> tuple[Tensor, list[Tensor]]:
@@ -89,8 +96,9 @@ class Directions(Penalty):
         """The gradients of the penalty's own arguments, from ∇p at every direction."""
         return [None] * len(asked)
 
-    def cheap(self) -> Directions:
-        """The same for finding out what it costs: with PyTorch's generator and fixed rounds."""
+    def steady(self) -> Directions:
+        """The same with a typical number of rounds and PyTorch's generator, to find out what it
+        costs."""
         same = copy.copy(self)
         same.generator = None
         return same
@@ -146,6 +154,7 @@ class JacobianMatch(Directions):
     """
 
     extras = 1
+    chance = "JacobianMatch takes many directions"
 
     def __init__(
         self,
@@ -316,26 +325,31 @@ class LogDet(Directions):
                 f"{roulette!r}"
             )
         self.terms, self.roulette = terms, float(roulette)
+        self.fixed: int | None = None  # in place of chance
 
     @property
-    def fixed_rounds(self) -> bool:
-        return not self.roulette
+    def ungraphed(self) -> str | None:  # type: ignore[override]
+        if self.roulette and self.fixed is None:
+            return "would take the same number of terms in every call, which biases: use roulette=0"
+        return super().ungraphed
+
+    @property
+    def chance(self) -> str | None:  # type: ignore[override]
+        return "LogDet takes many directions, as a rule random ones"
 
     def drawn_rounds(self) -> int:
         """N with P(N ≥ k) = q^{k − terms} for k > terms, and 1 before."""
-        if not self.roulette:
-            return self.terms
+        if self.fixed is not None or not self.roulette:
+            return self.fixed or self.terms
         where = "cpu" if self.generator is None else self.generator.device
         drawn = torch.rand((), dtype=torch.float64, generator=self.generator, device=where)
         return self.terms + math.floor(math.log1p(-drawn.item()) / math.log(self.roulette))
 
-    def cheap(self) -> Directions:
-        same = super().cheap()
+    def steady(self) -> Directions:
+        same = super().steady()
         assert isinstance(same, LogDet)
-        same.terms += round(
-            self.roulette / (1 - self.roulette)
-        )  # those that chance adds, on average
-        same.roulette, same.told = 0.0, True
+        more = self.roulette / (1 - self.roulette)  # terms that chance adds, on average
+        same.fixed, same.told = self.terms + round(more), True
         return same
 
     def start(self, out: Tensor, *extra: Any) -> Bank:

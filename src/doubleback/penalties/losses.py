@@ -289,6 +289,15 @@ class Loss(ABC):
         """The sum of all losses by PyTorch's own operator, where there is one."""
         return None
 
+    def gradient_degree(self, degree: int) -> int | None:
+        """The degree of ∇ℓ as a polynomial in whatever the output is one of degree `degree` in;
+        None where it is none."""
+        return None
+
+    def trial(self, out: Tensor, classes: int | None = None) -> Tensor | None:
+        """Random labels that fit this output, None where it is not known what they have to be."""
+        return None
+
     def fingerprint(self) -> Hashable | None:
         """A key of all that the numbers depend on; None where a caller's code runs."""
         return fingerprint(self)
@@ -355,6 +364,11 @@ class CrossEntropy(Loss):
         s, wide = torch.softmax(lifted(out), 1), lifted(h)
         return (total * s * (wide - (s * wide).sum(1, keepdim=True))).to(h.dtype)
 
+    def trial(self, out: Tensor, classes: int | None = None) -> Tensor | None:
+        if out.dim() < 2:
+            raise LabelError(f"cross_entropy needs one column per class, not {tuple(out.shape)}")
+        return torch.randint(classes or out.shape[1], (out.shape[0], *out.shape[2:]))
+
     def check(self, out_shape: Sequence[int], y: Any) -> None:
         shape = tuple(out_shape)
         if len(shape) < 2:
@@ -404,6 +418,12 @@ class SquaredError(Loss):
     def hessian(self, out: Tensor, y: Tensor, h: Tensor) -> Tensor:
         return 2 * h
 
+    def gradient_degree(self, degree: int) -> int | None:
+        return degree
+
+    def trial(self, out: Tensor, classes: int | None = None) -> Tensor | None:
+        return torch.randn_like(out)
+
     def check(self, out_shape: Sequence[int], y: Any) -> None:
         _same_shape("mse", out_shape, y)
 
@@ -424,6 +444,9 @@ class BinaryCrossEntropy(Loss):
     def hessian(self, out: Tensor, y: Tensor, h: Tensor) -> Tensor:
         s = torch.sigmoid(lifted(out))
         return (s * (1 - s) * h).to(h.dtype)
+
+    def trial(self, out: Tensor, classes: int | None = None) -> Tensor | None:
+        return torch.randint(2, out.shape).to(out.dtype)
 
     def check(self, out_shape: Sequence[int], y: Any) -> None:
         _same_shape("bce", out_shape, y)

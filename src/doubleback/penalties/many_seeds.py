@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -13,13 +14,14 @@ from torch import Tensor
 
 from ..dtypes import accumulation
 from ..errors import InputError
+from ..jacobian import SpectralProgram, plan_jacobian, unit_vectors
 from ..rules import softmax_curvature, softmax_derivative
+from ..run import Replay, Request
 from ..spaces import Euclidean, dual_square
 from .losses import Norm, NormLike, Reduction, SquaredNorm
 from .one_seed import Penalty
 
 PLANS = ("auto", "rows", "columns", "waist", "diagonal")
-MANY_SEEDS = 8192
 FRESH = 1e-6  # the share of a new direction in one that is carried on
 
 
@@ -85,6 +87,9 @@ class Jacobian(Penalty):
         self.entries, self.plan, self.memory = entries, plan, memory
         self.varying = of == "softmax"
 
+    symmetric = True
+    needs_examples = True
+
     # ------------------------------------------------------------------------------ seeds
 
     @property
@@ -143,8 +148,26 @@ class Jacobian(Penalty):
             return None
         return softmax_curvature(out.softmax(-1), bank, h, -1).sum(0)
 
+    def program(self, request: Request) -> Any:
+        return plan_jacobian(request.plan(), self, request.debug, _replay(self, request))
+
     def seed(self, out: Tensor, *extra: Tensor) -> Tensor:
         raise InputError("Jacobian has many seeds; see oracle_seeds")
+
+    def seeds_along(
+        self, out: Tensor, tangent: Tensor, *extra: Tensor
+    ) -> Iterator[tuple[Tensor, Tensor | None]]:
+        for one in self.bank(out).split(1):
+            yield self.vectors(out, one)[0], self.head_of(out, one, tangent[None])
+
+    def seed_degree(self, degree: int) -> int | None:
+        return None if self.varying else 0
+
+    @property
+    def chance(self) -> str | None:
+        if self.projections is None:
+            return None
+        return f"Jacobian(projections={self.projections}) draws random directions"
 
     @property
     def one_seed(self) -> bool:
@@ -240,6 +263,22 @@ class SpectralNorm(Penalty):
         check_hilbert(self.codomain, "SpectralNorm", "codomain")
         self.iterations, self.warm_start = iterations, warm_start
 
+    needs_examples = True
+    chance = "SpectralNorm finds its direction by iteration, from a random one"
+
+    @property
+    def carries(self) -> bool:
+        return self.warm_start
+
+    def afresh(self) -> SpectralNorm:
+        other = copy.copy(self)
+        other.iterations, other.warm_start = max(1, self.iterations), False
+        return other
+
+    def program(self, request: Request) -> Any:
+        replay = _replay(self, request)
+        return SpectralProgram.build(request.plan(), self, request.debug, replay, request.carried)
+
     def start(self, out: Tensor) -> Tensor:
         """A random unit direction per example."""
         drawn = torch.randn(out.shape, dtype=torch.float32, device=out.device).to(out.dtype)
@@ -250,10 +289,15 @@ class SpectralNorm(Penalty):
         By itself v never leaves a subspace that J keeps apart from the rest (positions or channels
         that do not mix, dead outputs), though the batch of today has its largest singular value
         elsewhere."""
-        v = carried.get(slot(out)) if self.warm_start else None
+        v = carried.get(_slot(out)) if self.warm_start else None
         if v is None:
             return self.start(out)
         return self.normalised(v + FRESH * self.start(out)) if self.iterations else v
+
+    def carry(self, carried: dict, out: Tensor, v: Tensor) -> None:
+        """Leave this call's v for the next one."""
+        if self.warm_start:
+            carried[_slot(out)] = v.detach()
 
     def normalised(self, w: Tensor, before: Tensor | None = None) -> Tensor:
         """w/‖w‖ in the codomain, `before` or zero where w is zero or not finite: a direction that
@@ -295,8 +339,8 @@ class SpectralNorm(Penalty):
             _, along = dual_square(self.domain, pulled)
             (h,) = torch.autograd.grad([u for _, u in pairs], w, along, retain_graph=True)
             v = self.normalised(h.detach(), v)
-        if carried is not None and self.warm_start:
-            carried[slot(out)] = v
+        if carried is not None:
+            self.carry(carried, out, v)
         return [self.covector(v)]
 
     def check(self, out_shape: Sequence[int], x: Sequence[Tensor], *extra: Any) -> None:
@@ -313,7 +357,12 @@ class SpectralNorm(Penalty):
         )
 
 
-def slot(out: Tensor) -> tuple:
+def _replay(penalty: Penalty, request: Request) -> Replay:
+    """Flat graphs for the phases, unless a norm or space of the caller's runs in them."""
+    return request.replay if penalty.fingerprint() is not None else Replay(False, None)
+
+
+def _slot(out: Tensor) -> tuple:
     """Under which the direction is carried from call to call: outputs that look alike share it."""
     return tuple(out.shape), out.dtype, out.device
 
@@ -325,15 +374,6 @@ def check_hilbert(space: Any, penalty: str, name: str) -> None:
             f"{penalty}({name}={space!r}) needs a space with an inner product; an Lᵖ norm with "
             "p ≠ 2 goes with LossGradient and OutputGradient"
         )
-
-
-def unit_vectors(index: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """e⟨i⟩ for each i in `index`, counted in one example of a batch of `shape`, the same for every
-    example: (len(index), *shape)."""
-    batch, *one = shape
-    positions = torch.arange(math.prod(one), device=index.device)
-    hot = (positions == index[:, None]).to(dtype)
-    return hot.reshape(-1, 1, *one).expand(-1, batch, *one)
 
 
 def helmert(size: int, dtype: torch.dtype, device: Any) -> Tensor:

@@ -10,12 +10,13 @@ Each penalty is a small record with
     pull(…, *e)        the gradient of e itself, where it is asked for
     check(out, x, *e)  raises before anything runs on a wrong argument
     fingerprint()      a key of its numbers, None where a caller's code is part of it
+    program(request)   what computes it with the network
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from torch import Tensor
 from .._torch import TorchDispatchMode, pytree
 from ..errors import InputError
 from ..graph import draws
-from ..run import refuse_others
+from ..run import CallersProgram, FourSweeps, Request, refuse_others
 from ..spaces import per_example
 from .losses import (
     PER_EXAMPLE,
@@ -72,12 +73,37 @@ class Penalty(ABC):
     extras: int = 0
     varying: bool = False
     in_seed: tuple[int, ...] = ()  # which extras enter a v that does not vary with the output
+    symmetric: bool = False  # whether ∂v/∂out is known to be, as that of a gradient is
+    needs_examples: bool = False  # whether a batch without any has to run on autograd
+    chance: str | None = None  # why its numbers are no function of weights and inputs alone
+    carries: bool = False  # whether a call goes on from what the last one left
+    ungraphed: str | None = None  # what a CUDA graph would do to it that it must not, and a remedy
+    iterations: int = 0  # rounds of a power iteration before the sweeps
 
     def __init__(self, norm: NormLike | None = None, reduction: Reduction = "mean") -> None:
         if reduction not in REDUCTIONS:
             raise InputError(f"reduction must be one of {REDUCTIONS}, not {reduction!r}")
         self.norm = as_norm(norm if norm is not None else SquaredNorm())
         self.reduction = reduction
+
+    def program(self, request: Request) -> Any:
+        """The four sweeps with this penalty: all of them flat where no code of a caller's is part
+        of them, else flat around it."""
+        if self.fingerprint() is None or not request.known:
+            return CallersProgram(
+                request.plan(), self, request.debug, asked=request.asked, replay=request.replay
+            )
+        return request.whole(
+            lambda plan: FourSweeps(plan, self, request.debug, asked=request.asked)
+        )
+
+    def pulls(self, out_shape: Sequence[int]) -> tuple[int, int]:
+        """(directions that are measured, backward sweeps that find each of them)."""
+        return 1, 0
+
+    def afresh(self) -> Penalty:
+        """The same penalty, which goes on from nothing that an earlier call left."""
+        return self
 
     @abstractmethod
     def seed(self, out: Tensor, *extra: Tensor) -> Tensor: ...
@@ -169,6 +195,25 @@ class Penalty(ABC):
         do so."""
         return None
 
+    def seeds_along(
+        self, out: Tensor, tangent: Tensor, *extra: Tensor
+    ) -> Iterator[tuple[Tensor, Tensor | None]]:
+        """Every v with its derivative (∂v/∂out) t along a tangent t of the output, None for zero;
+        of penalties whose ∂v/∂out is `symmetric`, so that the head, its adjoint, gives it."""
+        yield self.seed(out, *extra), self.head(out, tangent, *extra) if self.varying else None
+
+    def seed_degree(self, degree: int) -> int | None:
+        """The degree of v as a polynomial in whatever the output is one of degree `degree` in; None
+        where v is none, or it is not known."""
+        return None
+
+    def trial(
+        self, out: Tensor, x: Tensor, classes: int | None = None
+    ) -> tuple[Tensor, ...] | None:
+        """Random extras that fit this output and input, for a call that only tries the network out;
+        None where it is not known what they have to be. classes: how many labels tell apart."""
+        return None if self.extras else ()
+
     @property
     def one_seed(self) -> bool:
         """Whether one v is all there is: then autograd takes the same products as the sweeps."""
@@ -206,7 +251,8 @@ class Penalty(ABC):
 
     @property
     def own_loss(self) -> Loss | None:
-        """The loss whose gradient v is, where it is one: the classical penalty."""
+        """The loss whose gradient v is, where it is one: the classical penalty, whose first extra
+        is the loss's target."""
         return None
 
     def shares(self, loss: Any) -> bool:
@@ -244,6 +290,7 @@ class LossGradient(Penalty):
 
     extras = 1
     varying = True
+    symmetric = True
 
     def __init__(
         self,
@@ -280,6 +327,15 @@ class LossGradient(Penalty):
     def head(self, out: Tensor, h: Tensor, *extra: Tensor) -> Tensor | None:
         return self.loss.hessian(out, extra[0], h)
 
+    def seed_degree(self, degree: int) -> int | None:
+        return self.loss.gradient_degree(degree)
+
+    def trial(
+        self, out: Tensor, x: Tensor, classes: int | None = None
+    ) -> tuple[Tensor, ...] | None:
+        labels = self.loss.trial(out, classes)
+        return None if labels is None else (labels,)
+
     def check(self, out_shape: Sequence[int], x: Sequence[Tensor], *extra: Any) -> None:
         super().check(out_shape, x, *extra)
         self.loss.check(out_shape, extra[0])
@@ -296,7 +352,7 @@ class _Entry(Penalty):
         super().__init__(norm, reduction)
         if index is not None and index != "sum" and not _is_index(index):
             raise InputError(f'index must be an int, a tuple of ints or "sum", not {index!r}')
-        self.index = index
+        self.index: Any = index
 
     def seed(self, out: Tensor, *extra: Tensor) -> Tensor:
         if self.index is None or self.index == "sum":
@@ -351,6 +407,9 @@ class OutputGradient(_Entry):
     >>> score, penalty = gp(torch.randn(4, 2))
     """
 
+    def seed_degree(self, degree: int) -> int | None:
+        return 0
+
 
 class GradientMatch(_Entry):
     """Sobolev training and force matching: R = p(∇ₓ out⟨index⟩ − target).
@@ -361,6 +420,11 @@ class GradientMatch(_Entry):
 
     extras = 1
     instead = ", or match the whole Jacobian: JacobianMatch()"
+
+    def trial(
+        self, out: Tensor, x: Tensor, classes: int | None = None
+    ) -> tuple[Tensor, ...] | None:
+        return (torch.randn_like(x),)
 
     def _difference(self, xi: Sequence[Tensor], target: Any) -> list[Tensor]:
         targets = target if isinstance(target, (tuple, list)) else (target,)
@@ -390,6 +454,11 @@ class BilinearForm(Penalty):
 
     def __init__(self, reduction: Reduction = "mean") -> None:
         super().__init__(None, reduction)
+
+    def trial(
+        self, out: Tensor, x: Tensor, classes: int | None = None
+    ) -> tuple[Tensor, ...] | None:
+        return torch.randn_like(out), torch.randn_like(x)
 
     def seed(self, out: Tensor, *extra: Tensor) -> Tensor:
         return extra[0].to(out.dtype)

@@ -4,229 +4,18 @@ penalty's own that ask for a gradient are arguments too."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .. import sweeps
-from .._torch import foreach_add_, get_current_graph_task_keep_graph, pytree
+from .._torch import get_current_graph_task_keep_graph, pytree
 from ..errors import StaleGraphError, ThirdDerivativeError
-from ..graph import Node
-from ..kernels import taps_first
-from ..plan import Plan
-from ..rules import add
-from .cuda_graphs import users
-from .distributed import average, refuse_inside_forward, several
-from .state import copies
-
-
-class First(NamedTuple):
-    """What the first two sweeps yield: outputs, penalty per example, buffers to write, and what
-    the last two will need."""
-
-    outputs: list[Tensor]
-    values: Tensor
-    mutated: dict[int, Tensor]
-    state: Any
-
-
-@dataclass(frozen=True, eq=False)
-class Program:
-    """The sweeps of one plan with its penalty, as functions of tensors.
-
-    asked: the places of those tensors among the penalty's flattened extras that ask for a gradient.
-    """
-
-    plan: Plan
-    penalty: Any
-    debug: bool = False
-    asked: tuple[int, ...] = field(default=(), kw_only=True)
-
-    @property
-    def prelude(self) -> Sequence[Node]:
-        """What runs before the sweeps, under autograd."""
-        return self.plan.prelude
-
-    def first(self, leaves: Mapping[int, Tensor], extra: Sequence[Any], keep: bool = True) -> First:
-        """Forward and backward sweep. `keep`: for a `last` to come."""
-        plan, penalty = self.plan, self.penalty
-        watch = sweeps.finite_watch(plan) if self.debug else None
-        state = sweeps.forward(plan, self._laid_out(leaves), watch)
-        outputs = [self._usual(state.values[v]) for v in plan.outputs]
-        mutated = {name: state.values[v] for name, v in plan.mutations.items()}
-        seed = penalty.seed(state.values[plan.target], *extra)
-        xi = sweeps.backward(plan, state, seed, keep=keep, watch=watch)
-        xi = [
-            torch.zeros_like(leaves[v]) if u is None else u
-            for v, u in zip(plan.penalised, xi, strict=True)
-        ]
-        values = self._measured(state, xi, extra)
-        return First(outputs, values, mutated, state if keep else None)
-
-    def _measured(self, state: sweeps.State, xi: list[Tensor], extra: Sequence[Any]) -> Any:
-        """p per example; what the tangents will start from goes into the state."""
-        values, state.q0 = self.penalty.measure(xi, *extra)
-        if self.asked or self.penalty.coupled:
-            state.xi[sweeps.INPUTS] = xi
-        return values
-
-    def _start(self, state: sweeps.State, along: Any, extra: Sequence[Any]) -> dict[int, Tensor]:
-        """q₀ at each penalised input, for what arrived at the values."""
-        xi = state.xi.get(sweeps.INPUTS, ())
-        q0 = self.penalty.weighted(state.q0, xi, along, *extra)
-        return dict(zip(self.plan.penalised, q0, strict=True))
-
-    def results(self, values: Any) -> tuple[Tensor, ...]:
-        """What is handed out of the values."""
-        return (self.penalty.reduce(values),)
-
-    def along(self, grads: Sequence[Tensor | None], batch: int) -> Any:
-        """What arrived at the values, from what arrived at the results; None for nothing."""
-        return None if grads[0] is None else self.penalty.unreduce(grads[0], batch)
-
-    def last(
-        self,
-        state: sweeps.State,
-        extra: Sequence[Any],
-        grad_outputs: Mapping[int, Tensor | None],
-        grad_values: Tensor | None,
-        keep: bool = False,
-    ) -> list[Tensor | None]:
-        """Tangent and second sweep: gradients of the penalised inputs, of the effective
-        parameters, and of what is `asked`.
-
-        With q₀ = ḡ⊙∇p and h the tangent of the output, the second sweep starts from the
-        outputs' gradients plus the head (∂v/∂out)* h plus the curvature sources.
-        """
-        plan, penalty = self.plan, self.penalty
-        watch = sweeps.finite_watch(plan) if self.debug else None
-        gamma: dict[int, Tensor] = {}
-        own: list[Tensor | None] = [None] * len(self.asked)
-        if grad_values is not None:
-            xi = state.xi.get(sweeps.INPUTS, ())
-            start = self._start(state, grad_values, extra)
-            if not keep:
-                state.q0 = []
-            h, gamma = sweeps.tangent(plan, state, start, keep=keep, watch=watch)
-            if self.asked:
-                out = state.values[plan.target]
-                own = penalty.pull(self.asked, out, h, xi, grad_values, *extra)
-            if plan.needs_head_tangent and h is not None and plan.target in plan.trained:
-                head = penalty.head(state.values[plan.target], h, *extra)
-                join(gamma, plan.target, head)
-        for v, grad in grad_outputs.items():
-            if v in plan.trained:
-                join(gamma, v, grad)
-        gamma = sweeps.second(plan, state, gamma, keep=keep, watch=watch)
-        swept = [
-            self._usual(gamma[v]) if v in plan.trained and v in gamma else None
-            for v in (*plan.penalised, *plan.effective)
-        ]
-        return [*swept, *own]
-
-    def _laid_out(self, leaves: Mapping[int, Tensor]) -> Mapping[int, Tensor]:
-        """Images and filters in the layouts of the plan."""
-        plan = self.plan
-        if not plan.channels_last and not plan.taps_first:
-            return leaves
-        laid = dict(leaves)
-        for v, t in leaves.items():
-            if v in plan.channels_last:
-                laid[v] = t.contiguous(memory_format=torch.channels_last)
-            elif v in plan.taps_first:
-                laid[v] = taps_first(t)
-        return laid
-
-    def _usual(self, t: Tensor) -> Tensor:
-        """Back to the usual layout."""
-        laid = self.plan.channels_last or self.plan.taps_first
-        return t.contiguous() if laid and t.dim() == 4 else t
-
-    def step(
-        self,
-        leaves: Mapping[int, Tensor],
-        extra: Sequence[Any],
-        loss: Any,
-        target: Any,
-        weight: Tensor | None,
-    ) -> tuple[list[Tensor], Tensor, Tensor, list[Tensor | None], dict[int, Tensor]]:
-        """All four sweeps: (outputs, loss, penalty, gradients of loss + weight·penalty, buffers).
-
-        The loss is the mean over the rows of the output, the penalty is reduced over those of the
-        penalised input: of a network from atoms to molecules, one loss per molecule and one
-        penalty per atom. Without a weight this is a plain training step: forward and second sweep
-        alone.
-        """
-        plan, penalty = self.plan, self.penalty
-        values = None
-        if weight is None:
-            state = sweeps.forward(plan, self._laid_out(leaves))
-            outputs = [self._usual(state.values[v]) for v in plan.outputs]
-            mutated = {name: state.values[v] for name, v in plan.mutations.items()}
-        else:
-            outputs, values, mutated, state = self.first(leaves, extra)
-            assert state is not None
-        out = state.values[plan.target]
-        loss_value, grad_out = loss_gradient(penalty, loss, out, target, extra)
-        grad_values = None
-        penalty_value = torch.zeros((), device=out.device)
-        if values is not None and weight is not None:
-            penalty_value = penalty.reduce(values)
-            per_value = weight.to(values.dtype).expand_as(values)
-            mean = penalty.reduction == "mean"
-            grad_values = per_value / values.numel() if mean else per_value
-        grads = self.last(state, extra, {plan.target: grad_out}, grad_values)
-        return outputs, loss_value, penalty_value, grads, mutated
-
-
-def loss_gradient(
-    penalty: Any, loss: Any, out: Tensor, target: Any, extra: Sequence[Any]
-) -> tuple[Tensor, Tensor | None]:
-    """(the mean of the losses, its gradient in the output)."""
-    if loss is None:
-        return torch.zeros((), device=out.device), None
-    losses = loss.values(out, target)
-    gradient = penalty.seed(out, *extra) if penalty.shares(loss) else loss.gradient(out, target)
-    return losses.mean(), gradient / losses.numel()
-
-
-def join(gamma: dict[int, Tensor], value: int, grad: Tensor | None) -> None:
-    if grad is not None:
-        gamma[value] = add(gamma.get(value), grad)  # type: ignore[assignment]
-
-
-@dataclass(frozen=True, eq=False)
-class GradientProgram(Program):
-    """The sweeps of a network that returns ξ₀ = J*v itself: one value for each penalised input, and
-    what arrives there is q₀. `penalty` is what knows v."""
-
-    def _measured(self, state: sweeps.State, xi: list[Tensor], extra: Sequence[Any]) -> Any:
-        held = {t.untyped_storage()._cdata for t in pytree.tree_leaves((state.values, state.xi))
-                if isinstance(t, Tensor)}  # fmt: skip
-        # a copy of what is held: it is the caller's, who may write to it
-        return [
-            u.clone() if u.untyped_storage()._cdata in held else u for u in map(self._usual, xi)
-        ]
-
-    def _start(self, state: sweeps.State, along: Any, extra: Sequence[Any]) -> dict[int, Tensor]:
-        metas = self.plan.graph.values
-        return {
-            v: q.to(metas[v].dtype)  # type: ignore[union-attr]
-            for v, q in zip(self.plan.penalised, along, strict=True)
-            if q is not None
-        }
-
-    def results(self, values: Any) -> tuple[Tensor, ...]:
-        return tuple(values)
-
-    def along(self, grads: Sequence[Tensor | None], batch: int) -> Any:
-        return None if all(g is None for g in grads) else list(grads)
+from .program import Program
 
 
 @dataclass(eq=False)
@@ -236,7 +25,7 @@ class Job:
     extra: the penalty's own arguments, detached.
     """
 
-    program: Any
+    program: Program
     constants: Mapping[int, Tensor]
     extra: tuple
     mutations: dict[int, Tensor] = field(default_factory=dict)
@@ -309,71 +98,6 @@ class Bridge(torch.autograd.Function):
         if not keep:
             ctx.state = ctx.inputs = None
         return (None, *found)
-
-
-def deliver(pairs: Sequence[tuple[Tensor, Tensor]], lent: bool = False) -> None:
-    """Add each gradient to its tensor's `.grad`, or send it on where the tensor is no leaf.
-
-    Leaves that nobody watches get theirs at once, in a few kernels for all of them; hooks and
-    distributed training see the backward pass they expect, and what `DistributedDataParallel`
-    would have averaged behind its forward is averaged here. What
-    becomes a `.grad` is all that its memory holds, and nobody else's: gradients that share memory
-    with one another, with an input, a buffer or an output are copied. lent: they lie in memory of
-    their own that a CUDA graph will write to again, and have owners there who know.
-    """
-    together = several()
-    if together:
-        refuse_inside_forward()
-    sums = {id(t): (t, g) for t, g in pairs}
-    if len(sums) < len(pairs):  # a tensor stands in two places
-        sums.clear()
-        for t, g in pairs:
-            sums[id(t)] = (t, sums[id(t)][1] + g if id(t) in sums else g)
-    found = _owned(list(sums.values()), lent)
-    plain, rest = [], []
-    watched = torch.distributed.is_available() and torch.distributed.is_initialized()
-    for t, g in found:
-        hooks = t._backward_hooks or getattr(t, "_post_accumulate_grad_hooks", None)
-        alike = _plain(g) and g.dtype == t.dtype and g.stride() == t.stride()
-        (rest if watched or hooks or not t.is_leaf or not alike else plain).append((t, g))
-    if rest:
-        torch.autograd.backward([t for t, _ in rest], [g for _, g in rest])
-    with torch.no_grad():
-        old = [(t.grad, g) for t, g in plain if t.grad is not None]
-        if old:
-            foreach_add_([a for a, _ in old], [g for _, g in old])
-        for t, g in plain:
-            if t.grad is None:
-                t.grad = g
-    if together:
-        average(t for t, _ in found)
-
-
-def _owned(pairs: list[tuple[Tensor, Tensor]], lent: bool) -> list[tuple[Tensor, Tensor]]:
-    """The same, each gradient alone in its memory. A leaf whose `.grad` exists already only reads
-    its gradient, which stays as it is."""
-    places = [g.untyped_storage()._cdata if _plain(g) else i for i, (_, g) in enumerate(pairs)]
-    count = Counter(places)
-    shared = [
-        (count[place] > 1 or not (lent or _alone(g))) and not (t.is_leaf and t.grad is not None)
-        for place, (t, g) in zip(places, pairs, strict=True)
-    ]
-    own = iter(copies([g for (_, g), copy in zip(pairs, shared, strict=True) if copy]))
-    return [(t, next(own) if copy else g) for (t, g), copy in zip(pairs, shared, strict=True)]
-
-
-def _plain(t: Tensor) -> bool:
-    """Autograd delivers anything else, and copies what it must."""
-    return type(t) is Tensor and t.layout is torch.strided
-
-
-def _alone(t: Tensor) -> bool:
-    """Whether a tensor fills its storage, and no other tensor refers to that."""
-    if not _plain(t):
-        return True
-    storage = t.untyped_storage()
-    fills = storage.nbytes() == t.numel() * t.element_size()
-    return fills and users(storage._cdata) <= 2  # the tensor's and `storage`'s own
 
 
 def _keeps_graph() -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -19,8 +19,8 @@ from torch import Tensor
 from .. import sweeps
 from .._torch import pytree
 from ..errors import InputError, StaleGraphError
-from .bridge import First, Program, join
 from .flattening import Replay
+from .program import First, FlattenedProgram, FourSweeps, Step, join
 from .state import behind
 
 
@@ -43,10 +43,18 @@ class Called:
 
 
 @dataclass(frozen=True, eq=False)
-class CallersProgram(Program):
+class CallersProgram(FourSweeps):
     """The four sweeps around functions that are not ours."""
 
+    no_graph: ClassVar[str | None] = (
+        "a loss or penalty of your own is Python that a CUDA graph would not call again; use a "
+        "built-in loss and norm"
+    )
+
     replay: Replay = field(default_factory=lambda: Replay(False, None), kw_only=True)
+
+    def to_price(self, replay: Replay) -> FlattenedProgram:
+        return FlattenedProgram(FourSweeps(self.plan, self.penalty, asked=self.asked), replay)
 
     def first(self, leaves: Mapping[int, Tensor], extra: Sequence[Any], keep: bool = True) -> First:
         self.replay.tick()
@@ -179,7 +187,7 @@ class CallersProgram(Program):
         loss: Any,
         target: Any,
         weight: Tensor | None,
-    ) -> tuple[list[Tensor], Tensor, Tensor, list[Tensor | None], dict[int, Tensor]]:
+    ) -> Step:
         self.replay.tick()
         outputs, mutated, values, saved = self._forward(leaves)
         plan, penalty = self.plan, self.penalty

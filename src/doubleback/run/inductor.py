@@ -10,7 +10,8 @@ to another is held as it is, and what stands far apart is not fused.
 
 from __future__ import annotations
 
-import operator
+import logging
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -21,8 +22,9 @@ from torch import Tensor
 from torch.fx import Node
 
 from .. import _torch
-from .._torch import FakeTensorMode, OpOverload, TracingContext, tracing
-from ..kernels import BOUNDARY, opaque
+from .._torch import FakeTensorMode, TracingContext, tracing
+from ..kernels import opaque
+from .lifetimes import is_view, number_sweeps, readers, shorten
 
 aten = torch.ops.aten
 
@@ -30,42 +32,29 @@ opaque("held(Tensor t) -> Tensor", Tensor.clone, lambda t: t.new_empty_strided(t
 HELD = torch.ops.doubleback.held.default
 
 
-def hold(module: torch.fx.GraphModule) -> None:
-    """Mark what passes from one sweep to another, and take the marks of where sweeps begin out.
+def hold(module: torch.fx.GraphModule, recompute: bool) -> None:
+    """Mark what passes from one sweep to another, as little of it as can be (`lifetimes.py`), and
+    take the marks of where sweeps begin out.
 
     Marked as well is what an index picks from: picked from its inputs, which may be wider, each of
     them would be held.
     """
     graph = module.graph
-    sweep = 0
-    number: dict[Node, int] = {}
+    sweeps = number_sweeps(graph)
+    shorten(graph, sweeps, recompute)
     for node in list(graph.nodes):
-        if node.target is BOUNDARY:
-            sweep += 1
-            graph.erase_node(node)
-        else:
-            number[node] = sweep
-    for node, own in number.items():
         value = node.meta.get("val")
-        if node.op != "call_function" or not isinstance(value, Tensor) or _is_view(node):
+        if node.op != "call_function" or not isinstance(value, Tensor) or is_view(node):
             continue
         if not value.is_floating_point() and value.dtype is not torch.bool:
             continue  # integers are positions, which Inductor itself holds in fewer bytes
-        if any(number[reader] > own or reader.target in _PICKS for reader in _readers(node)):
+        own = sweeps[node]
+        if any(sweeps[reader] > own or reader.target in _PICKS for reader in readers(node)):
             _mark(graph, node)
     module.recompile()
 
 
 _PICKS = (aten.gather.default, aten.index.Tensor)
-
-
-def _readers(node: Node) -> Iterator[Node]:
-    """Who reads a value, itself or through views."""
-    for user in node.users:
-        if _is_view(user):
-            yield from _readers(user)
-        else:
-            yield user
 
 
 def _mark(graph: torch.fx.Graph, node: Node) -> None:
@@ -75,20 +64,19 @@ def _mark(graph: torch.fx.Graph, node: Node) -> None:
     node.replace_all_uses_with(mark, delete_user_cb=lambda user: user is not mark)
 
 
-def _is_view(node: Node) -> bool:
-    if node.target is operator.getitem:
-        return _is_view(node.args[0])  # type: ignore[arg-type]
-    if not isinstance(node.target, OpOverload):
-        return False
-    op: Any = node.target
-    results = [result.alias_info for result in op._schema.returns]
-    return any(alias is not None and not alias.is_write for alias in results)
+def decompositions() -> dict:
+    """What Inductor writes out before it compiles: done beforehand, so that it is seen what can be
+    computed again (`lifetimes.py`)."""
+    _choices()  # some of them look at Inductor's other modules, which are imported here
+    return _torch.select_decomp_table()
 
 
-def compiled(graph: torch.fx.GraphModule, compiler: bool | str) -> Callable:
+def compiled(
+    graph: torch.fx.GraphModule, compiler: bool | str, recompute: bool = False
+) -> Callable:
     """The graph by Inductor, compiled when first called. Only the modes of `torch.compile` need
     Dynamo, which would trace the straight graph again and look at every input at every call."""
-    hold(graph)
+    hold(graph, recompute)
     if isinstance(compiler, str):
         return _by_dynamo(graph, compiler)
     runs: dict[bool, Callable] = {}
@@ -125,10 +113,10 @@ def _by_inductor(graph: torch.fx.GraphModule, tensors: list[Tensor]) -> Callable
 
 
 def compiled_open(
-    graph: torch.fx.GraphModule, fakes: FakeTensorMode, given: Sequence[Any]
+    graph: torch.fx.GraphModule, fakes: FakeTensorMode, given: Sequence[Any], recompute: bool
 ) -> Callable:
     """The graph, traced with open sizes on these stand-ins, by Inductor."""
-    hold(graph)
+    hold(graph, recompute)
     with tracing(TracingContext(fakes)), heuristics():
         return _torch.compile_fx(_torch.GmWrapper(graph, list), list(given))
 
@@ -143,13 +131,29 @@ def heuristics() -> Iterator[None]:
 
 
 @contextmanager
+def quiet() -> Iterator[None]:
+    """A context in which PyTorch does not speak of its own calls while it compiles: no warnings,
+    and no word that a graph with open sizes cannot be kept in the cache on disk."""
+    log = logging.getLogger("torch._inductor.codecache")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        log.setLevel(level)
+
+
+@contextmanager
 def sound() -> Iterator[None]:
     """A context in which Inductor keeps readers of a tensor behind its writers (an index_add, a
     scatter).
 
-    To fuse two loops on a CPU, PyTorch 2.13 changes the ranges of one and finds out anew what it
-    reads, by the names that tensors had before anything was written into them: a reader that comes
-    after a scatter then counts as one before it, and may run before it. The names are put right.
+    To fuse two loops on a CPU, PyTorch changes the ranges of one and finds out anew what it reads,
+    by the names that tensors had before anything was written into them: a reader that comes after a
+    scatter then counts as one before it, and may run before it. Before 2.13 it also forgets that a
+    writer waits for the readers of the old values. Names and waits are put right.
     """
     _keep_names()
     with _torch.inductor_config.patch(SOUND):
@@ -166,8 +170,11 @@ def _keep_names() -> None:
     original = node.recompute_size_and_body
 
     def recompute(self: Any, *args: Any, **kwargs: Any) -> None:
+        reads = self.read_writes.reads
+        waits = [dep for dep in reads if isinstance(dep, (_torch.WeakDep, _torch.StarDep))]
         original(self, *args, **kwargs)
-        self.set_read_writes(self.read_writes.rename(self.mutation_renames))
+        found = self.read_writes.with_read(type(reads)(waits))
+        self.set_read_writes(found.rename(self.mutation_renames))
 
     node.recompute_size_and_body = recompute  # type: ignore[method-assign]
 

@@ -1,15 +1,16 @@
-"""Gradients that `accumulate` delivers, under `DistributedDataParallel`.
+"""Gradients delivered to those they are of: added to `.grad`, or sent on where a tensor is no leaf.
 
-DDP averages gradients over processes in the backward pass that follows its own forward. An
-`accumulate` is no forward of DDP's, so that its reducer sleeps, and parameters would drift apart.
-So the average is taken here, over the same parameters, in the same process group, and not inside
-`ddp.no_sync()`.
+Under `DistributedDataParallel` they are averaged. DDP does so in the backward pass that follows its
+own forward. An `accumulate` is no forward of DDP's, so that its reducer sleeps, and parameters
+would drift apart. So the average is taken here, over the same parameters, in the same process
+group, and not inside `ddp.no_sync()`.
 """
 
 from __future__ import annotations
 
 import gc
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -18,11 +19,81 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.parallel import DistributedDataParallel
 
+from .._torch import foreach_add_
 from ..errors import InputError
-from .state import behind
+from .cuda_graphs import users
+from .state import behind, copies
 
 BUCKET = 64 * 2**20  # bytes that are averaged at a time
 _VERDICT = "doubleback: who averages this gradient"
+
+
+def deliver(pairs: Sequence[tuple[Tensor, Tensor]], lent: bool = False) -> None:
+    """Add each gradient to its tensor's `.grad`, or send it on where the tensor is no leaf.
+
+    Leaves that nobody watches get theirs at once, in a few kernels for all of them; hooks and
+    distributed training see the backward pass they expect, and what `DistributedDataParallel`
+    would have averaged behind its forward is averaged here. What
+    becomes a `.grad` is all that its memory holds, and nobody else's: gradients that share memory
+    with one another, with an input, a buffer or an output are copied. lent: they lie in memory of
+    their own that a CUDA graph will write to again, and have owners there who know.
+    """
+    together = several()
+    if together:
+        refuse_inside_forward()
+    sums = {id(t): (t, g) for t, g in pairs}
+    if len(sums) < len(pairs):  # a tensor stands in two places
+        sums.clear()
+        for t, g in pairs:
+            sums[id(t)] = (t, sums[id(t)][1] + g if id(t) in sums else g)
+    found = _owned(list(sums.values()), lent)
+    plain, rest = [], []
+    watched = torch.distributed.is_available() and torch.distributed.is_initialized()
+    for t, g in found:
+        hooks = t._backward_hooks or getattr(t, "_post_accumulate_grad_hooks", None)
+        alike = _plain(g) and g.dtype == t.dtype and g.stride() == t.stride()
+        (rest if watched or hooks or not t.is_leaf or not alike else plain).append((t, g))
+    if rest:
+        torch.autograd.backward([t for t, _ in rest], [g for _, g in rest])
+    with torch.no_grad():
+        old = [(t.grad, g) for t, g in plain if t.grad is not None]
+        if old:
+            foreach_add_([a for a, _ in old], [g for _, g in old])
+        for t, g in plain:
+            if t.grad is None:
+                t.grad = g
+    if together:
+        average(t for t, _ in found)
+
+
+def _owned(pairs: list[tuple[Tensor, Tensor]], lent: bool) -> list[tuple[Tensor, Tensor]]:
+    """The same, each gradient alone in its memory. A leaf whose `.grad` exists already only reads
+    its gradient, which stays as it is."""
+    places = [g.untyped_storage()._cdata if _plain(g) else i for i, (_, g) in enumerate(pairs)]
+    count = Counter(places)
+    shared = [
+        (count[place] > 1 or not (lent or _alone(g))) and not (t.is_leaf and t.grad is not None)
+        for place, (t, g) in zip(places, pairs, strict=True)
+    ]
+    own = iter(copies([g for (_, g), copy in zip(pairs, shared, strict=True) if copy]))
+    return [(t, next(own) if copy else g) for (t, g), copy in zip(pairs, shared, strict=True)]
+
+
+def _plain(t: Tensor) -> bool:
+    """Autograd delivers anything else, and copies what it must."""
+    return type(t) is Tensor and t.layout is torch.strided
+
+
+def _alone(t: Tensor) -> bool:
+    """Whether a tensor fills its storage, and no other tensor refers to that."""
+    if not _plain(t):
+        return True
+    storage = t.untyped_storage()
+    fills = storage.nbytes() == t.numel() * t.element_size()
+    return fills and users(storage._cdata) <= 2  # the tensor's and `storage`'s own
+
+
+# --------------------------------------------------------------------- several processes
 
 
 def several() -> bool:
