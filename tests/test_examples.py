@@ -144,7 +144,7 @@ def test_robustness_race_and_what_is_kept(tmp_path):
     """All ways end in the same network where nothing is drawn; a run goes on from its file."""
     example = script("robustness")
     data = common.load_images("digits", 300, 0, CPU)
-    raced = example.race(data, 2, 0, 0.03, count=100)
+    raced = example.race(data, 2, 0, 0.03, count=100, every=3)
     exact, stock = (raced[name] for name in ("doubleback, exact", "stock autograd, exact"))
     assert [right for _, right in exact] == pytest.approx([right for _, right in stock], abs=0.021)
     assert all(len(curve) == 2 and curve[0][0] < curve[1][0] for curve in raced.values())
