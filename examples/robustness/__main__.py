@@ -528,7 +528,12 @@ def run(arguments: argparse.Namespace) -> common.Report:
     raced = kept(
         "race", lambda: race(data, arguments.raced or min(epochs, 6), arguments.seed, exact)
     )
-    return report(found, data, steps, weights, raced)
+    made = report(found, data, steps, weights, raced)
+    made.notes.append(
+        f"seeds: {count}; epochs: {epochs}; test images under attack: {attacked} of "
+        f"{len(data.test[1])}"
+    )
+    return made
 
 
 if __name__ == "__main__":
