@@ -493,10 +493,14 @@ def _tell_race(made: common.Report, raced: dict[str, Any], size: float) -> None:
         mine, stock = (first_at(raced[name], level) for name in (ours, theirs))
         assert mine is not None and stock is not None
         told = (
-            f"{kind}: {100 * level:.1f} % under PGD-10, ε = {size}, after {mine:.0f} s of training "
-            f"against {stock:.0f} s by {words}"
+            f"{kind}: {100 * level:.1f} % under PGD-10, ε = {size}, after {mine:.3g} s of training "
+            f"against {stock:.3g} s by {words}"
         )
         made.claim(mine < stock, told, f"not sooner: {told}")
+    made.notes.append(
+        "seconds are those of all ways in turn, batch by batch, the capture of the network at the "
+        "first step included; compare them with each other only"
+    )
 
 
 def options(parser: argparse.ArgumentParser) -> None:
