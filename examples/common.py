@@ -27,8 +27,7 @@ from torch import Tensor
 
 from doubleback import DoublebackError
 from doubleback.cli import UsageError
-from doubleback.cli.experiment import read_idx
-from doubleback.cli.target import device, folder
+from doubleback.cli.shared import device, folder, read_idx
 
 INK, BLUE, ORANGE, GREEN, RED, PURPLE, GREY = (
     "#22272e", "#2563a8", "#e07b21", "#2f8f5b", "#c63d3d", "#7b4fa3", "#9aa3ad",

@@ -26,7 +26,7 @@ from .errors import (
 )
 from .operators import LocallyConnected1d, LocallyConnected2d
 from .patch import patch, patch_report, patched, unpatch
-from .penalised import Penalised
+from .penalised import Penalised, WithGradient
 from .penalties import (
     BilinearForm,
     Custom,
@@ -46,7 +46,6 @@ from .rules import Call, Rule, Structure
 from .rules import register as register_rule
 from .rules import unregister as unregister_rule
 from .spaces import parameter_spaces
-from .with_gradient import WithGradient
 
 if TYPE_CHECKING:
     from . import landscape

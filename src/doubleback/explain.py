@@ -144,9 +144,9 @@ def explain(program: Program) -> Explanation:
     told = _four_sweeps(program.plan, program.penalty)
     if program.decision is not None:
         return _with_decision(told, program.plan, program.penalty, program.decision)
-    told = _with_iterations(told, program.penalty.iterations)
-    shape = (1, *program.plan.graph.shape(program.plan.target)[1:])
-    return _with_pulls(told, *program.penalty.pulls(shape))
+    if program.pulls is not None:
+        return _with_pulls(told, *program.pulls)
+    return _with_iterations(told, program.penalty.iterations)
 
 
 def _four_sweeps(plan: Plan, penalty: Penalty) -> Explanation:
@@ -242,8 +242,6 @@ def _with_iterations(told: Explanation, iterations: int) -> Explanation:
 def _with_pulls(told: Explanation, directions: int, rounds: int) -> Explanation:
     """Backward and tangent sweep for every direction, and the backward sweeps before, `rounds` for
     each, that find the directions."""
-    if (directions, rounds) == (1, 0):
-        return told
     sweeps = dict(told.sweeps)
     rest = {name: sweeps.pop(name) for name in ("backward", "tangent", "second")}
     for name in ("backward", "tangent"):

@@ -1,5 +1,5 @@
-"""Penalties of the whole Jacobian: the strategies that compute it, their prices, the choice of one,
-and the programs that run it; the spectral norm and penalties over fixed directions beside them."""
+"""Programs with many seeds. For the whole Jacobian: the strategies that sweep it, their prices, the
+choice of one; beside them the spectral norm's and that of penalties over fixed directions."""
 
 from .planner import Decision, plan_jacobian, price, price_sweeps
 from .programs import DirectionsProgram, SpectralProgram

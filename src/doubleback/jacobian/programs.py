@@ -335,8 +335,13 @@ class DirectionsProgram(Phases):
 
     penalty: Directions
 
+    @property
+    def pulls(self) -> tuple[int, int]:
+        shape = self.plan.graph.shape(self.plan.target)
+        return self.penalty.count(shape), self.penalty.drawn_rounds()
+
     def to_price(self, replay: Replay) -> DirectionsProgram:
-        return replace(self, debug=False, replay=replay, penalty=self.penalty.steady())
+        return replace(self, debug=False, replay=replay, penalty=self.penalty.cheap())
 
     def first(self, leaves: Mapping[int, Tensor], extra: Sequence[Any], keep: bool = True) -> First:
         self.replay.tick()

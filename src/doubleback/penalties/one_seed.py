@@ -77,7 +77,7 @@ class Penalty(ABC):
     needs_examples: bool = False  # whether a batch without any has to run on autograd
     chance: str | None = None  # why its numbers are no function of weights and inputs alone
     carries: bool = False  # whether a call goes on from what the last one left
-    ungraphed: str | None = None  # what a CUDA graph would do to it that it must not, and a remedy
+    no_graph: str | None = None  # why a CUDA graph cannot compute it
     iterations: int = 0  # rounds of a power iteration before the sweeps
 
     def __init__(self, norm: NormLike | None = None, reduction: Reduction = "mean") -> None:
@@ -96,10 +96,6 @@ class Penalty(ABC):
         return request.whole(
             lambda plan: FourSweeps(plan, self, request.debug, asked=request.asked)
         )
-
-    def pulls(self, out_shape: Sequence[int]) -> tuple[int, int]:
-        """(directions that are measured, backward sweeps that find each of them)."""
-        return 1, 0
 
     def afresh(self) -> Penalty:
         """The same penalty, which goes on from nothing that an earlier call left."""
