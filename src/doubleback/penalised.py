@@ -60,7 +60,8 @@ class Penalised(CapturedModule):
 
     net: any nn.Module. The call's arguments go to it, except the last `penalty.extras`
         positional ones, which are the penalty's (labels, targets).
-    penalty: `LossGradient`, `OutputGradient`, `GradientMatch`, `BilinearForm`, `Custom`.
+    penalty: `LossGradient`, `OutputGradient`, `Jacobian`, `LogDet` or another of the library's, or
+        one of your own (`Custom`, `Penalty`).
     compile: flatten each pair of sweeps into one graph and hand it to Inductor. True, or a mode
         of `torch.compile` such as "max-autotune".
     wrt: which argument of `net` is penalised: a position, a keyword, or a tuple of them. An
