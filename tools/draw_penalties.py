@@ -232,7 +232,7 @@ def log_det() -> None:
 
         def forward(self, x: Tensor) -> Tensor:
             slope = 1.0  # layer by layer below one: σ of each weight at most 0.95
-            for layer in self.inner:
+            for layer in self.inner.children():
                 if isinstance(layer, nn.Linear):
                     weight = layer.weight / (torch.linalg.matrix_norm(layer.weight, 2) / 0.95)
                     x = F.linear(x, weight, layer.bias)

@@ -400,6 +400,13 @@ OPERATORS: dict[str, str] = {
 }
 
 
+def before(major: int, minor: int) -> bool:
+    """Whether this PyTorch is older."""
+    import torch
+
+    return tuple(map(int, torch.__version__.split(".")[:2])) < (major, minor)
+
+
 def find(path: str) -> Any:
     """What lies at "module" or "module:attribute"."""
     module, _, attribute = path.partition(":")

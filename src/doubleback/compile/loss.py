@@ -595,8 +595,7 @@ class _LossCall:
 _local = threading.local()
 _count = itertools.count()
 # before 2.13 Dynamo's settings are those of all threads, and not safe to capture in two at a time
-_before_2_13 = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
-_turn: Any = threading.RLock() if _before_2_13 else nullcontext()
+_turn: Any = threading.RLock() if _torch.before(2, 13) else nullcontext()
 
 
 def _calls() -> list[_LossCall]:
