@@ -3,8 +3,11 @@
 # make examples   every application in its default size, and the gallery that shows them
 # make test   what CI runs: linters, types, tests
 # make fuzz   random networks against stock autograd: ARGS="--networks 1000 --json benchmarks/results/fuzz.json"
+# make fuzz-faults   steps that fail and are interrupted, at every place: tests/test_faults.py
+# make mutate   small errors put into the formulas, which the tests must notice: ARGS="--mutants 200"
 # make docs   the site, under build/site; a warning is an error
 # make test-integrations   with Lightning, Hugging Face's Trainer and accelerate installed
+# make test-forces   the recipes of docs/forces.md against the packages themselves, in .venv-forces
 # make bench  the measurements behind the README's table (a GPU is used when there is one)
 
 PYTHON ?= python3
@@ -13,7 +16,7 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --constraint
 STAMP := .venv/.doubleback
 
 .DELETE_ON_ERROR:
-.PHONY: setup demo reproduce examples test test-integrations docs lint types fuzz bench readme clean
+.PHONY: setup demo reproduce examples test test-integrations test-forces docs lint types fuzz fuzz-faults mutate bench readme clean
 
 setup: $(STAMP)
 
@@ -41,6 +44,17 @@ test-integrations: $(STAMP)
 	@$(PIP) --no-build-isolation --editable '.[test,integrations]'
 	@$(BIN)/python -m pytest -q tests/test_integrations.py $(ARGS)
 
+# MACE asks for e3nn 0.4 and NequIP for a newer one: two environments.
+test-forces:
+	@for kind in mace others; do \
+	  test -x .venv-forces/$$kind/bin/python || $(PYTHON) -m venv .venv-forces/$$kind; \
+	done
+	@.venv-forces/mace/bin/python -m pip install -qq --editable . pytest mace-torch
+	@.venv-forces/others/bin/python -m pip install -qq --editable . pytest nequip nequip-allegro torch_geometric torchmd-net
+	@.venv-forces/others/bin/python -m pip install -qq schnetpack
+	@.venv-forces/mace/bin/python -m pytest -q tests/test_forces.py -k "MACE" $(ARGS)
+	@.venv-forces/others/bin/python -m pytest -q tests/test_forces.py -k "not MACE" $(ARGS)
+
 docs: $(STAMP)
 	@$(PIP) --no-build-isolation --editable '.[docs]'
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet $(ARGS)
@@ -56,6 +70,12 @@ types: $(STAMP)
 fuzz: $(STAMP)
 	@OMP_NUM_THREADS=1 $(BIN)/python tools/fuzz.py $(ARGS)
 
+fuzz-faults: $(STAMP)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "long or not long" tests/test_faults.py $(ARGS)
+
+mutate: $(STAMP)
+	@OMP_NUM_THREADS=1 $(BIN)/python tools/mutate.py $(ARGS)
+
 bench: $(STAMP)
 	@PYTHONPATH=src $(BIN)/python benchmarks/engine.py $(ARGS)
 
@@ -65,5 +85,5 @@ readme: $(STAMP)
 	@$(BIN)/python benchmarks/spaces_table.py
 
 clean:
-	rm -rf .venv build dist .hypothesis .pytest_cache .ruff_cache
+	rm -rf .venv .venv-forces build dist .hypothesis .pytest_cache .ruff_cache
 	find src tests benchmarks reproduce examples -name __pycache__ -type d -prune -exec rm -rf {} +

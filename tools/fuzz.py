@@ -1,10 +1,15 @@
 """Random networks against stock autograd in float64: `make fuzz ARGS="--networks 1000"`.
 
-    python tools/fuzz.py [--first SEED] [--networks N] [--minutes M] [--slow SHARE] [--json FILE]
+    python tools/fuzz.py [--first SEED] [--networks N] [--minutes M] [--slow SHARE]
+        [--paths PATH,…] [--json FILE]
 
 Every seed is one network with its penalty and its training steps (tests/support/fuzz.py); the same
-seed is the same case. A failure is shrunk and printed as a program. The file keeps counts of all
-runs of one version of the code: what was compared, what was excused, what failed.
+seed is the same case. A failure is shrunk and printed as a program. By default one case in a
+hundred is compiled, which takes minutes for a hundred of them; `--paths` runs these alone:
+`--paths "compiled,compiled accumulate,compiled gradient,backend"`.
+
+The file keeps a record of each run, the newest last (which seeds, on which commit, what was
+compared, what was excused and why, what failed), and their sum.
 """
 
 from __future__ import annotations
@@ -78,6 +83,23 @@ class Tally:
         }
 
 
+SUMMED = ("networks", "compared", "agree", "failed", "training_steps")
+
+
+def kept(path: Path, run: dict[str, Any]) -> dict[str, Any]:
+    """The file's document with this run in the place of its own earlier state, or added to it."""
+    found = json.loads(path.read_text()) if path.exists() else {}
+    same = ("started", "seeds_from", "paths")
+    runs = [r for r in found.get("runs", ()) if any(r[n] != run[n] for n in same)] + [run]
+    total: dict[str, Any] = {name: sum(r[name] for r in runs) for name in SUMMED}
+    for name in ("excuses", "captured"):
+        counts: Counter[str] = Counter()
+        for r in runs:
+            counts.update(r[name])
+        total[name] = dict(counts)
+    return {"total": total, "runs": runs}
+
+
 def head(first: int, last: int, seconds: float) -> dict[str, Any]:
     found = subprocess.run(
         ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True
@@ -87,9 +109,18 @@ def head(first: int, last: int, seconds: float) -> dict[str, Any]:
         "commit": found.stdout.strip(),
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "seeds": [first, last],
+        "seeds_from": first,
+        "seeds_to": last,
         "seconds": round(seconds),
     }
+
+
+def names(text: str) -> tuple[str, ...]:
+    found = tuple(part.strip() for part in text.split(","))
+    known = (*fuzz.PATHS, *fuzz.SLOW_PATHS)
+    if not set(found) <= set(known):
+        raise argparse.ArgumentTypeError(f"there are {', '.join(known)}")
+    return found
 
 
 def main() -> int:
@@ -98,20 +129,23 @@ def main() -> int:
     parser.add_argument("--networks", type=int, default=200)
     parser.add_argument("--minutes", type=float, default=None, help="stop after so long")
     parser.add_argument("--slow", type=float, default=0.01, help="share of compiled networks")
+    parser.add_argument("--paths", type=names, default=(), help="these alone, in turn")
     parser.add_argument("--json", type=Path, default=None, help=f"{RESULTS.name}, for instance")
     given = parser.parse_args()
     torch.set_num_threads(1)
     tally, start, last = Tally(), time.monotonic(), given.first
+    started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    which = {"started": started, "paths": list(given.paths) or f"all, {given.slow:.0%} compiled"}
 
     def keep() -> None:
         if given.json:
             seconds = time.monotonic() - start
-            document = {**head(given.first, last, seconds), **tally.document()}
-            given.json.write_text(json.dumps(document, indent=1) + "\n")
+            run = {**which, **head(given.first, last, seconds), **tally.document()}
+            given.json.write_text(json.dumps(kept(given.json, run), indent=1) + "\n")
 
     with fuzz.operators_seen(tally.operators):
         for last in range(given.first, given.first + given.networks):
-            case = fuzz.settled(fuzz.draw(last, slow=given.slow))
+            case = fuzz.settled(fuzz.draw(last, slow=given.slow, paths=given.paths))
             verdict = fuzz.run(case)
             tally.add(case, verdict)
             if verdict.failed:

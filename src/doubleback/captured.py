@@ -243,7 +243,12 @@ class CapturedModule(nn.Module):
     def _on_autograd(self, run: Callable[[Way], Any], way: Way) -> Any:
         """The network's call on autograd. Where it could not be captured it is said once why, after
         it succeeded."""
-        result = run(way)
+        try:
+            result = run(way)
+        except Exception:  # the network's own error: it was not the capture's fault
+            self._refusal = None
+            capture_of(self.net, self.output).refusal = None
+            raise
         if way != "bare" and self._refusal is not None and not self._warned:
             self._warned = True
             warn(f"{self._refusal}\n  Until then it runs on autograd.")

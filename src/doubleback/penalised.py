@@ -48,6 +48,8 @@ from .run import (
     several,
 )
 
+Cotangent = str | int | tuple[int, ...] | Callable[[Tensor], Tensor]
+
 
 class Penalised(CapturedModule):
     """`out, penalty = Penalised(net, penalty)(x, …)`, both differentiable.
@@ -511,7 +513,9 @@ class WithGradient(CapturedModule):
         `forward`, or a path into a dictionary or dataclass, ("data", "pos"); a list of these for
         several, whose sizes may differ. One tensor gives one gradient, several a tuple.
     v: the cotangent of the output: "sum" for ones, an index (or tuple of indices) of one entry per
-        example, or a callable out → a tensor shaped like out.
+        example, or a callable out → a tensor shaped like out. A list of these for several, one row
+        of J*v each: the gradient is (rows, *x.shape); so it is where a callable returns
+        (rows, *out.shape).
     output: which output is differentiated where `net` returns several: an index, a key, or a path.
     The other options are those of `Penalised`.
 
@@ -527,7 +531,7 @@ class WithGradient(CapturedModule):
         self,
         net: nn.Module,
         wrt: Any = 0,
-        v: str | int | tuple[int, ...] | Callable[[Tensor], Tensor] = "sum",
+        v: Cotangent | Sequence[Cotangent] = "sum",
         output: Any = None,
         compile: bool | str = False,
         *,
@@ -552,6 +556,10 @@ class WithGradient(CapturedModule):
     @property
     def _extras(self) -> int:
         return 0
+
+    def _free_to_choose(self) -> bool:
+        """Autograd takes several rows one after another, the sweeps together."""
+        return super()._free_to_choose() and not isinstance(self._seed, _Rows)
 
     def extra_repr(self) -> str:
         return f"wrt={self.wrt!r}, v={self.v!r}, compile={self.compile_mode!r}"
@@ -611,18 +619,22 @@ class WithGradient(CapturedModule):
             result = self.net(*args, **kwargs)
             out = choose_output(result, self.output)
             self._seed.check(out.shape, x[:1])
-            pulled: Sequence[Tensor | None] = (None,) * len(x)
-            if out.requires_grad:
-                pulled = torch.autograd.grad(
-                    out, x, self._seed.seed(out), create_graph=graph, allow_unused=True
-                )
-        if not self.allow_unused:
-            for t, g in zip(x, pulled, strict=True):
-                if g is None:
+            v = self._seed.seed(out)
+            single = v.dim() == out.dim()
+            rows: list[Sequence[Tensor | None]] = []
+            for row in (v,) if single else v.unbind():
+                pulled: Sequence[Tensor | None] = (None,) * len(x)
+                if out.requires_grad:
+                    pulled = torch.autograd.grad(
+                        out, x, row, create_graph=graph, retain_graph=True, allow_unused=True
+                    )
+                rows.append(pulled)
+            gradients = []
+            for t, *given in zip(x, *rows, strict=True):
+                if not self.allow_unused and all(g is None for g in given):
                     refuse_unused(self.wrt, t)
-        gradients = [
-            torch.zeros_like(t) if g is None else g for t, g in zip(x, pulled, strict=True)
-        ]
+                full = [torch.zeros_like(t) if g is None else g for g in given]
+                gradients.append(full[0] if single else torch.stack(full))
         if not graph:
             result = pytree.tree_map_only(Tensor, Tensor.detach, result)
             gradients = [g.detach() for g in gradients]
@@ -640,12 +652,62 @@ class _Index(OutputGradient):
     """v = e⟨index⟩, the same for every example."""
 
 
+class _Own(Custom):
+    """A caller's v, or several of them along an axis in front."""
+
+    def seed(self, out: Tensor, *extra: Tensor) -> Tensor:
+        v = self.v(out, *extra)
+        shape = tuple(v.shape) if isinstance(v, Tensor) else None
+        if shape is None or shape[-out.dim() :] != tuple(out.shape) or len(shape) > out.dim() + 1:
+            raise InputError(
+                f"v(out) must have the output's shape {tuple(out.shape)}, or that with an axis of "
+                f"rows in front of it, not {type(v).__name__ if shape is None else shape}"
+            )
+        return v
+
+
+class _Rows(Penalty):
+    """Several v, one after another along an axis in front."""
+
+    def __init__(self, parts: Sequence[Penalty]) -> None:
+        super().__init__()
+        self.parts = tuple(parts)
+        self.varying = any(part.varying for part in self.parts)
+
+    def seed(self, out: Tensor, *extra: Tensor) -> Tensor:
+        rows = [part.seed(out) for part in self.parts]
+        for row in rows:
+            if row.shape != out.shape:
+                raise InputError(
+                    f"each v of a list must have the output's shape {tuple(out.shape)}, not "
+                    f"{tuple(row.shape)}"
+                )
+        return torch.stack(rows)
+
+    def check(self, out_shape: Sequence[int], x: Sequence[Tensor], *extra: Any) -> None:
+        for part in self.parts:
+            part.check(out_shape, x)
+
+
 def _seed(v: Any) -> Penalty:
     """The object that knows v and its derivative in the output."""
+    if isinstance(v, list):
+        if not v:
+            raise InputError("v is an empty list: name one cotangent for each row")
+        if any(isinstance(part, list) for part in v):
+            raise InputError(
+                "v is a list of lists; an entry of an output with several axes is a tuple"
+            )
+        return _Rows([_seed(part) for part in v])
     if isinstance(v, str):
         if v != "sum":
-            raise InputError(f'v must be "sum", an index or a callable, not {v!r}')
+            raise InputError(f'v must be "sum", an index, a callable, or a list, not {v!r}')
         return _Ones()
+    if isinstance(v, Tensor):
+        raise InputError(
+            "v is a tensor; its rows would have to be those of every batch. Pass a callable, "
+            "v=lambda out: …, of the output's shape or with an axis of rows in front"
+        )
     if callable(v):
-        return Custom(v)  # type: ignore[arg-type]
+        return _Own(v)  # type: ignore[arg-type]
     return _Index(v)

@@ -199,9 +199,12 @@ def make_plan(
 
 
 def _rule(graph: Graph, node: Node) -> Rule:
-    """The node's rule; complex numbers, whose adjoints conjugate and whose |z| bends, take the
-    generic one unless the operator is linear."""
+    """The node's rule. The generic one is for complex numbers, whose adjoints conjugate and whose
+    |z| bends, unless the operator is linear, and for a number divided by a tensor, which bends in
+    its only input where a tensor divided by a number does not."""
     rule = find_rule(node.op)
+    if node.op is torch.ops.aten.div.Tensor and not isinstance(node.args[0], Ref):
+        return GENERIC
     metas = [graph.values[v] for v in (*node.inputs, *node.outputs)]
     is_complex = any(m is not None and m.dtype.is_complex for m in metas)
     plain = rule.structure in (Structure.LINEAR, Structure.CONSTANT)

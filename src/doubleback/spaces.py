@@ -46,9 +46,9 @@ def per_example(t: Tensor, batch_dims: int = 1) -> Tensor:
 
 
 def safe_sqrt(square: Tensor) -> Tensor:
-    """√s with derivative 0 at s = 0, where autograd alone would give infinity."""
-    positive = square > 0
-    return torch.where(positive, torch.where(positive, square, 1).sqrt(), 0)
+    """√s with derivative 0 at s = 0, where autograd alone would give infinity. NaN stays NaN."""
+    zero = square <= 0
+    return torch.where(zero, 0, torch.where(zero, 1, square).sqrt())
 
 
 class Space(ABC):
@@ -569,9 +569,9 @@ def _norm(parts: Sequence[Tensor], measure: Space, p: float, batch_dims: int) ->
     scale = torch.where(scale > 0, scale, 1)
     scaled = [u.abs() / scale.reshape(*scale.shape, *(1,) * (u.dim() - batch_dims)) for u in parts]
     total = _sums([u**p for u in scaled], measure, batch_dims)
-    positive = total > 0
-    root = torch.where(positive, total, 1) ** (1 / p)
-    return scale * torch.where(positive, root, 0)
+    zero = total <= 0  # not where it is NaN
+    root = torch.where(zero, 1, total) ** (1 / p)
+    return scale * torch.where(zero, 0, root)
 
 
 def _sums(powers: Sequence[Tensor], measure: Space, batch_dims: int) -> Tensor:

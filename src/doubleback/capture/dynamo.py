@@ -83,8 +83,7 @@ class Capture:
         failure: Exception | None = None
         result: Any = None
         try:
-            with _torch.dynamo_config.patch(_SETTINGS), _modes_off(box), _trackers_off():
-                result = self._enter(net, box, args, kwargs)
+            result = self._with_settings(net, box, args, kwargs)
         except Exception as error:
             if error is box.error:
                 raise
@@ -103,6 +102,23 @@ class Capture:
             self._warned = True
             self._warn(net)
         return result
+
+    def _with_settings(self, net: nn.Module, box: _Box, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Under Dynamo's settings as a capture needs them. They are the process's own, and set at
+        every call: they are put back also where Ctrl-C arrives as they are set or put back."""
+        before: dict[str, Any] = {}
+        try:
+            for name, value in _SETTINGS.items():
+                before[name] = getattr(_torch.dynamo_config, name)
+                setattr(_torch.dynamo_config, name, value)
+            with _modes_off(box), _trackers_off():
+                return self._enter(net, box, args, kwargs)
+        finally:
+            try:
+                _put_back(before)
+            except BaseException:
+                _put_back(before)
+                raise
 
     def _enter(self, net: nn.Module, box: _Box, args: tuple, kwargs: dict[str, Any]) -> Any:
         _Quiet.install()
@@ -177,6 +193,11 @@ _SETTINGS = {
     "accumulated_recompile_limit": 4 * MOST,
     "fail_on_recompile_limit_hit": False,
 }
+
+
+def _put_back(before: Mapping[str, Any]) -> None:
+    for name, value in before.items():
+        setattr(_torch.dynamo_config, name, value)
 
 
 class _Box:
@@ -428,12 +449,19 @@ class Surroundings:
         self._modules = [ref(module) for module in modules]  # the key is not to keep them alive
         self._places = list(_watched(modules))
         self._hooks = global_hooks()
+        self._frozen = torch.__version__ < (2, 13)  # of parameters Dynamo does not guard it before
 
     def key(self) -> Hashable:
         hooks = tuple([tuple(hook) for hook in self._hooks])
         methods = tuple([tuple(map(id, vars(kind).values())) for kind in self._classes])
         types = tuple([type(module()) for module in self._modules])
-        return hooks, methods, types, tuple([_mark(holder, name) for holder, name in self._places])
+        places = tuple([_mark(holder, name) for holder, name in self._places])
+        return hooks, methods, types, places, self._asked() if self._frozen else None
+
+    def _asked(self) -> tuple[bool, ...]:
+        """Of each parameter, whether a gradient is asked for."""
+        found = (m.parameters(recurse=False) for ref in self._modules if (m := ref()) is not None)
+        return tuple([p.requires_grad for each in found for p in each])
 
 
 def _watched(modules: list[nn.Module]) -> Iterator[tuple[Any, Any]]:

@@ -188,7 +188,7 @@ class Compiled:
         stack.append(call)
         failure, returned = None, (None, None)
         try:
-            with _torch.dynamo_config.patch(_settings(self._constants)):
+            with _turn, _torch.dynamo_config.patch(_settings(self._constants)):
                 returned = self._function((*args, *kwargs.values()))(
                     self.fn, call.args, call.kwargs, _TOOLS
                 )  # fmt: skip
@@ -594,6 +594,9 @@ class _LossCall:
 
 _local = threading.local()
 _count = itertools.count()
+# before 2.13 Dynamo's settings are those of all threads, and not safe to capture in two at a time
+_before_2_13 = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
+_turn: Any = threading.RLock() if _before_2_13 else nullcontext()
 
 
 def _calls() -> list[_LossCall]:

@@ -19,7 +19,6 @@ import difflib
 import functools
 import re
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -328,7 +327,7 @@ class Patcher:
         self.families = tuple(dict.fromkeys(f.family for f in formulas))
         self.lock = threading.RLock()
         self.permanent: set[str] = set()
-        self.scoped: Counter[str] = Counter()
+        self.blocks: dict[object, set[str]] = {}  # of `patched`, those that run now
         self.armed = {"patch"}
         self.libraries: dict[str, torch.library.Library] = {}
         self.hooks: list[tuple[Any, str, Any, Any]] = []
@@ -362,19 +361,26 @@ class Patcher:
     @contextmanager
     def patched(self, only: Iterable[str] | None) -> Iterator[None]:
         version_check(torch.__version__)
-        chosen = self.choose(only)
-        with self.lock:
-            self.scoped.update(chosen)
-            self.arm("create_graph")  # what a block is for
+        chosen, block = self.choose(only), object()
         try:
+            with self.lock:
+                self.blocks[block] = chosen
+                self.arm("create_graph")  # what a block is for
             yield
         finally:
-            with self.lock:
-                self.scoped.subtract(chosen)
-                self.settle()
+            try:
+                self.leave(block)
+            except BaseException:  # Ctrl-C, with kernels still registered
+                self.leave(block)
+                raise
+
+    def leave(self, block: object) -> None:
+        with self.lock:
+            self.blocks.pop(block, None)
+            self.settle()
 
     def wanted(self) -> set[str]:
-        return self.permanent | {family for family, count in self.scoped.items() if count > 0}
+        return self.permanent.union(*self.blocks.values())
 
     # ------------------------------------------------------------------------ what is there
 
@@ -433,15 +439,15 @@ class Patcher:
         self.replace(forward_ad, "enter_dual_level", enter, enter_dual_level)
 
     def replace(self, module: Any, name: str, old: Callable, new: Callable) -> None:
-        setattr(module, name, new)
         self.hooks.append((module, name, old, new))
+        setattr(module, name, new)
 
     def unhook(self) -> None:
         for module, name, old, new in self.hooks:
             if getattr(module, name) is new:
                 setattr(module, name, old)
-        self.hooks.clear()
         self.armed = {"patch"}
+        self.hooks.clear()
 
     # ------------------------------------------------------------------------------- report
 

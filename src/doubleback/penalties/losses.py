@@ -184,7 +184,7 @@ class Norm:
     def measure(self, xi: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
         square, representers = dual_square(self.space, xi, wide=True)
         norm = safe_sqrt(square)
-        factor = torch.where(norm > 0, 1 / norm, 0)
+        factor = torch.where(norm == 0, 0, 1 / norm)
         return norm, _scaled(factor, representers, xi)
 
 
@@ -214,7 +214,7 @@ class Deviation:
         excess = norm - self.target
         if self.one_sided:
             excess = excess.clamp(min=0)
-        factor = torch.where(norm > 0, 2 * excess / norm, 0)
+        factor = torch.where(norm == 0, 0, 2 * excess / norm)
         return excess.square(), _scaled(factor, representers, xi)
 
 

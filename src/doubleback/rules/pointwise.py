@@ -431,7 +431,8 @@ def _coefficients(sign: int, reverse: bool = False) -> Callable[[Call], Sequence
 
 
 def _div() -> Rule:
-    """y = u/w: dy = (q_u − y q_w)/w; s_u = −ξ q_w/w², s_w = ξ(2 y q_w − q_u)/w²."""
+    """y = u/w: dy = (q_u − y q_w)/w; s_u = −ξ q_w/w², s_w = ξ(2 y q_w − q_u)/w². w may be a number,
+    u not (see `plan.py`): then the only input bends."""
 
     def constant(call: Call) -> Any:
         other = call.argument(1, "other")
@@ -440,10 +441,7 @@ def _div() -> Rule:
     def backward(call: Call, y: Tensor, wanted: Sequence[bool]) -> Tensors:
         if constant(call) is not None:
             return (y / constant(call),)
-        w = call.value(len(call.inputs) - 1)
-        scaled = y / w
-        if len(call.inputs) == 1:  # a number divided by a tensor
-            return (-scaled * call.out,)
+        scaled = y / call.value(1)
         return (
             broadcast_adjoint(call, 0, scaled) if wanted[0] else None,
             broadcast_adjoint(call, 1, -scaled * call.out) if wanted[1] else None,
@@ -452,24 +450,21 @@ def _div() -> Rule:
     def tangent(call: Call, q: Tensors) -> Tensor | None:
         if constant(call) is not None:
             return q[0] / constant(call)  # type: ignore[operator]
-        w = call.value(len(call.inputs) - 1)
-        top = q[0] if len(q) == 2 else None
-        if q[-1] is not None:
-            top = add(top, -call.out * q[-1])
-        return (top / w).expand(call.shape) if top is not None else None
+        top = q[0]
+        if q[1] is not None:
+            top = add(top, -call.out * q[1])
+        return (top / call.value(1)).expand(call.shape) if top is not None else None
 
     def curvature(call: Call, xi: Tensor, q: Tensors, wanted: Sequence[bool]) -> Tensors:
         if constant(call) is not None:
             return (None,)
-        w = call.value(len(call.inputs) - 1)
+        w = call.value(1)
         scaled = xi / (w * w)
-        q_u, q_w = (q[0] if len(q) == 2 else None), q[-1]
+        q_u, q_w = q
         s_w = None
-        if wanted[-1]:
+        if wanted[1]:
             inner = add(None if q_w is None else 2 * call.out * q_w, None if q_u is None else -q_u)
-            s_w = broadcast_adjoint(call, len(q) - 1, scaled * inner) if inner is not None else None
-        if len(q) == 1:
-            return (s_w,)
+            s_w = broadcast_adjoint(call, 1, scaled * inner) if inner is not None else None
         s_u = None
         if wanted[0] and q_w is not None:
             s_u = broadcast_adjoint(call, 0, -scaled * q_w)
@@ -478,7 +473,7 @@ def _div() -> Rule:
     return Rule(
         Structure.GENERAL, run, backward, tangent, curvature,
         reads=frozenset({"inputs", "output"}),
-        reads_inputs=lambda live: (False, True) if len(live) == 2 else (True,),
+        reads_inputs=lambda live: (False, True)[: len(live)],
         curves=lambda i, j: (i, j) != (0, 0),
         seeded=VMAP,
         per_example=aligned(),

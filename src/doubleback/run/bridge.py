@@ -89,6 +89,11 @@ class Bridge(torch.autograd.Function):
                 "backward a second time: the sweeps' values were freed; pass retain_graph=True "
                 "to the first backward"
             )
+        if ctx.versions is None:
+            raise StaleGraphError(
+                "backward again after one that failed, which had used up the sweeps' values: run "
+                "forward again"
+            )
         _check_versions(ctx.versions)
         keep = _keeps_graph()
         if not keep:
