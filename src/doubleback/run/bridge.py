@@ -148,7 +148,7 @@ def deliver(pairs: Sequence[tuple[Tensor, Tensor]], lent: bool = False) -> None:
 
 def _add_to_grads(pairs: list[tuple[Tensor, Tensor]]) -> None:
     """All or, where Ctrl-C arrives, none, as a backward pass in C++ would: sums are one call."""
-    old = [(t.grad, g) for t, g in pairs if t.grad is not None]
+    old: list[Any] = [(t.grad, g) for t, g in pairs if t.grad is not None]
     new = [(t, g) for t, g in pairs if t.grad is None]
     version = old[0][0]._version if old else None
     try:
