@@ -249,6 +249,9 @@ METHODS: dict[str, Method] = {
     "accumulate compiled recompute": Method(
         _doubleback(True, one_shot=True, recompute=True), compiled=True
     ),
+    "accumulate compiled recompute graphed": Method(
+        _doubleback(True, one_shot=True, graphed=True, recompute=True), compiled=True
+    ),
     "torch.func compiled": Method(_torch_func, compiled=True, peer=True),
     "make_fx + inductor": Method(_make_fx, compiled=True, peer=True),
     "make_fx + inductor patched": Method(_make_fx_patched, compiled=True, peer=True),
@@ -273,6 +276,8 @@ DEFAULT = [
     "doubleback compiled graphed",
     "accumulate compiled",
     "accumulate compiled graphed",
+    "accumulate compiled recompute",
+    "accumulate compiled recompute graphed",
     "torch.func compiled",
     "make_fx + inductor",
     "make_fx + inductor patched",

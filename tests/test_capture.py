@@ -400,10 +400,95 @@ def test_a_model_inside_a_network_runs_on_autograd():
         assert model(x)[1].isfinite()
 
 
-def test_shapes_that_depend_on_values_run_on_autograd():
-    """A mask as an index, even a constant one."""
+class Edges(nn.Module):
+    """Messages along those edges that are no loops."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 6), nn.Linear(6, 3)
+
+    def forward(self, x, edges):
+        edges = edges[:, edges[0] != edges[1]]
+        h = torch.tanh(self.first(x))
+        h = h + torch.zeros_like(h).index_add(0, edges[1], h[edges[0]])
+        return self.last(torch.tanh(h))
+
+
+class Groups(Edges):
+    """One row for each number that occurs."""
+
+    def forward(self, x, edges):
+        groups, which = torch.unique(edges[0], return_inverse=True)
+        h = torch.tanh(self.first(x))
+        h = h.new_zeros(len(groups), 6).index_add(0, which, h[edges[0]])
+        return self.last(h)
+
+
+@pytest.mark.parametrize("kind", [Edges, Groups])
+def test_numbers_that_are_given_may_decide_sizes(kind):
+    torch.manual_seed(0)
+    net, twin = kind().double(), kind().double()
+    twin.load_state_dict(net.state_dict())
+    model = db.Penalised(net, db.LossGradient("mse"), strict=True)
+    rows = set()
+    for length in (12, 13, 12, 14, 12, 13):
+        edges = torch.randint(0, 5, (2, length))
+        x = torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
+        out = twin(x, edges)
+        y = torch.randn_like(out)
+        loss = (out - y).square().sum(1)
+        (u,) = torch.autograd.grad(loss.sum(), x, create_graph=True)
+        wanted = torch.autograd.grad(
+            u.square().sum(1).mean() + loss.mean(), [x, *twin.parameters()], allow_unused=True
+        )
+        found, penalty = model(x, edges, y)
+        total = penalty + (found - y).square().sum(1).mean()
+        grads = torch.autograd.grad(total, [x, *net.parameters()], allow_unused=True)
+        torch.testing.assert_close(found, out, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(grads, wanted, rtol=1e-10, atol=1e-12)
+        rows.add(int((edges[0] != edges[1]).sum()) if kind is Edges else len(out))
+    assert len(rows) > 1
+    assert db.check(model, x, edges, y).worst < 1e-10
+
+
+class Solve(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.matrix = nn.Parameter(torch.randn(4, 4, dtype=torch.float64))
+
+    def forward(self, x):
+        return torch.linalg.solve(self.matrix + torch.diag_embed(x), x)
+
+
+def test_linear_algebra_is_captured_and_raises_where_a_matrix_is_singular():
+    torch.manual_seed(0)
+    net = Solve()
+    model = db.Penalised(net, db.LossGradient("mse"), strict=True)
+    x, y = torch.randn(3, 4, dtype=torch.float64), torch.zeros(3, 4, dtype=torch.float64)
+    assert db.check(model, x, y).worst < 1e-10
+    with torch.no_grad():
+        net.matrix.zero_()
+    singular = torch.tensor([[1.0, 0.0, 2.0, 3.0]] * 3, dtype=torch.float64)
+    for _ in range(4):
+        with pytest.raises(torch.linalg.LinAlgError):
+            model(singular, y)
+
+
+def test_a_given_mask_may_select():
     kept = torch.tensor([True, False, True, True])
-    net, x = Bent(lambda h: h * h[:, kept].sum(1, True)).double(), torch.randn(5, 4).double()
+    x = torch.randn(5, 4).double()
+    for bend in (
+        lambda h: h * h[:, kept].sum(1, True),
+        lambda h: h * torch.masked_select(h, kept).reshape(5, 3).sum(1, True),
+        lambda h: h * h[torch.tensor([True, True, False, True, True])][[0]],
+    ):
+        model = db.Penalised(Bent(bend).double(), db.OutputGradient(0), strict=True)
+        assert db.check(model, x).worst < 1e-10
+
+
+def test_shapes_that_depend_on_the_penalised_input_run_on_autograd():
+    """A mask of what is differentiated as an index."""
+    net, x = Bent(lambda h: h * h[h[:, 0] > 0].sum(0, True)).double(), torch.randn(5, 4).double()
     assert_on_autograd(net, x, "shape")
 
 
@@ -456,6 +541,35 @@ def test_assigned_buffers_and_attributes_are_those_of_the_network():
         assert type(getattr(net, name)) is torch.Tensor
         torch.testing.assert_close(getattr(net, name), getattr(twin, name))
     torch.testing.assert_close(net(x), twin(x))
+
+
+class Sums(nn.Module):
+    """Adds to a buffer in place, and returns it beside its output."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+        self.register_buffer("total", torch.zeros(()))
+
+    def forward(self, x):
+        self.total += x.detach().mean()
+        return torch.tanh(self.linear(x)) * self.total, self.total, self.linear(x).detach()
+
+
+@pytest.mark.parametrize("after", [None, 0])
+def test_a_buffer_that_is_added_to_stays_the_same_tensor(after):
+    nets = [Sums(), Sums()]
+    nets[1].load_state_dict(nets[0].state_dict())
+    buffer = nets[0].total
+    model = db.Penalised(nets[0], db.OutputGradient(0), output=0, strict=True, flatten_after=after)
+    for _ in range(3):
+        x = torch.randn(4, 3)
+        (out, total, cut), penalty = model(x)
+        assert nets[0].total is buffer and total is buffer and not buffer.requires_grad
+        assert out.requires_grad and not cut.requires_grad
+        (out.sum() + penalty).backward()
+        torch.testing.assert_close(out, nets[1](x)[0])
+        torch.testing.assert_close(buffer, nets[1].total)
 
 
 def test_a_buffer_that_grows():

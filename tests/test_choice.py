@@ -122,6 +122,16 @@ def test_whoever_asks_for_autograd_gets_it_at_once():
     attention(torch.randn(5, 4, 8), y)[1].backward()  # by the library's second derivative
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32, torch.int64], ids=str)
+def test_labels_of_any_integer_dtype_run_either_way(dtype):
+    torch.manual_seed(0)
+    model = db.Penalised(mlp().double(), db.LossGradient("cross_entropy"))
+    x, y = torch.randn(5, 6).double(), labels((5,))
+    seen = [model(x, y.to(dtype))[1] for _ in range(3)]
+    assert by_sweeps(seen[0]) and not by_sweeps(seen[1])
+    assert all(torch.allclose(penalty, seen[0], rtol=1e-12) for penalty in seen)
+
+
 def test_penalties_of_many_seeds_keep_their_plans():
     model = db.Penalised(mlp(), db.Jacobian())
     assert all(by_sweeps(model(torch.randn(5, 6))[1]) for _ in range(3))

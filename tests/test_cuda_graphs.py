@@ -360,6 +360,22 @@ def test_a_graphed_call_with_other_seeds_and_kept_graphs():
 
 
 @needs_gpu
+def test_a_kept_graph_that_is_let_go_leaves_the_pair_free():
+    graphed = _models()[1]
+    ((x, y),) = _batches(1)
+    graphed(x, y)[1].backward()
+    penalty = graphed(x, y)[1]
+    penalty.backward(retain_graph=True)  # its last two sweeps are captured here
+    del penalty
+    replays = []
+    replay = torch.cuda.CUDAGraph.replay
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda.CUDAGraph, "replay", lambda g: replays.append(1) or replay(g))
+        graphed(x, y)[1].backward()
+    assert len(replays) == 2
+
+
+@needs_gpu
 def test_sizes_that_change_run_without_a_graph_and_say_so():
     graphed = _models()[1]
     with pytest.warns(db.CaptureWarning, match="sizes change"):

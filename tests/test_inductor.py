@@ -101,11 +101,11 @@ def test_compiled_graphs_heed_deterministic_algorithms(monkeypatch):
 # Between sweeps -------------------------------------------------------------------------------
 
 
-def held(fn, *tensors):
+def held(fn, *tensors, recompute=False):
     """The graph of `fn`, and by target what is held in it."""
     with for_compiler():
         graph = make_fx(fn, tracing_mode="fake")(*tensors)
-    inductor.hold(graph)
+    inductor.hold(graph, recompute)
     marks = [node.args[0] for node in graph.graph.nodes if node.target is inductor.HELD]
     targets = [node.target for node in graph.graph.nodes]
     assert BOUNDARY not in targets
@@ -116,23 +116,95 @@ def held(fn, *tensors):
 
 def test_what_a_later_sweep_reads_is_held():
     def fn(x):
-        first, second = x.exp(), x.sin()
-        third = second.cos()
-        boundary((None, third))
-        return first.t() + 1, third + first
+        first, second = x @ x, x.sum(0)
+        boundary((None, first))
+        return first.t() + 1, second + first
 
     _, marks = held(fn, torch.randn(3, 3))
-    assert sorted(map(str, marks)) == ["aten.cos.default", "aten.exp.default"]
+    assert sorted(map(str, marks)) == ["aten.mm.default", "aten.sum.dim_IntList"]
 
 
 def test_views_and_inputs_are_not_held_themselves():
     def fn(x, y):
-        a, b = (x * 2).view(2, 2, 3).unbind(0)
+        a, b = (x @ x).view(2, 2, 4).unbind(0)
         boundary((a,))
         return a + b, x + y.t()
 
-    _, marks = held(fn, torch.randn(4, 3), torch.randn(3, 4))
-    assert marks == [aten.mul.Tensor]
+    _, marks = held(fn, torch.randn(4, 4), torch.randn(4, 4))
+    assert marks == [aten.mm.default]
+
+
+def count(targets, op) -> int:
+    return targets.count(op)
+
+
+def test_a_chain_behind_a_product_is_computed_again_by_each_later_sweep():
+    def fn(x):
+        z = x @ x
+        a = z.tanh().exp()
+        b = a.sum()
+        boundary((b,))
+        c = (a * b).sum()
+        boundary((c,))
+        return c * a, z.sin()
+
+    targets, marks = held(fn, torch.randn(3, 3))
+    assert marks == [aten.mm.default, aten.sum.default, aten.sum.default]
+    assert count(targets, aten.mm.default) == 1 and count(targets, aten.tanh.default) == 3
+
+
+def test_what_a_product_reads_later_is_held_unless_asked_otherwise():
+    def fn(x):
+        z = x @ x
+        a = z.tanh()
+        b = a @ x
+        boundary((b,))
+        return a @ b, z * b
+
+    targets, marks = held(fn, torch.randn(3, 3))
+    assert count(targets, aten.tanh.default) == 1
+    assert sorted(map(str, marks)) == ["aten.mm.default", "aten.mm.default", "aten.tanh.default"]
+    targets, marks = held(fn, torch.randn(3, 3), recompute=True)
+    assert count(targets, aten.tanh.default) == 2 and marks == [aten.mm.default] * 2
+
+
+def test_the_least_number_of_bytes_is_held():
+    def fn(x):
+        wide = x @ x.t()
+        narrow = (wide[:, :1] * 2).tanh()
+        boundary((narrow,))
+        return narrow + 1, narrow.exp()
+
+    _, marks = held(fn, torch.randn(6, 6))
+    assert marks == [aten.tanh.default]
+
+
+def test_random_numbers_and_what_is_written_to_are_not_computed_again():
+    def fn(x):
+        noise = torch.rand_like(x)
+        a = x.exp()
+        b = a.sin()
+        a.add_(1)
+        boundary((a,))
+        return noise + 1, b + a
+
+    with for_compiler():
+        graph = make_fx(fn, tracing_mode="fake")(torch.randn(3, 3))
+    inductor.hold(graph, True)
+    targets = [node.target for node in graph.graph.nodes]
+    for op in (aten.rand_like.default, aten.exp.default, aten.sin.default, aten.add_.Tensor):
+        assert count(targets, op) == 1
+
+
+def test_a_result_is_held_anyway():
+    def fn(x):
+        z = x @ x
+        a = z.exp()
+        boundary((a,))
+        return a, a.sin()
+
+    targets, _ = held(fn, torch.randn(3, 3))
+    assert count(targets, aten.exp.default) == 1
 
 
 def test_what_an_index_picks_from_is_held():

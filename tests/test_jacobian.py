@@ -757,7 +757,7 @@ def test_a_whole_step_that_does_not_fit_goes_on_in_chunks(monkeypatch):
     def no_room(*_):
         raise torch.OutOfMemoryError("no room")
 
-    monkeypatch.setattr("doubleback.run.flattening.FlattenedProgram.step", no_room)
+    monkeypatch.setattr("doubleback.run.program.FlatProgram.step", no_room)
     with pytest.warns(db.MemoryWarning, match="going on with 2"):
         found = step_gradients(model, x, y)
     for a, b in zip(found, expected, strict=True):

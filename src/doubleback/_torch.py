@@ -379,6 +379,7 @@ OPERATORS: dict[str, str] = {
     "_fused_rms_norm": "RMS norm by PyTorch's fused kernel",
     "_fused_rms_norm_backward": "its derivative",
     "_fused_sdp_choice": "which kernel of attention PyTorch would choose",
+    "_linalg_check_errors": "what raises for a singular matrix, after the operator that computes",
     "_local_scalar_dense": "`item()`, which a captured graph must not hold",
     "_log_softmax_backward_data": "the derivative of log softmax from its result",
     "_native_batch_norm_legit": "batch norm with the statistics of the batch",
@@ -402,8 +403,8 @@ OPERATORS: dict[str, str] = {
 def find(path: str) -> Any:
     """What lies at "module" or "module:attribute"."""
     module, _, attribute = path.partition(":")
-    found = import_module(module)
-    return getattr(found, attribute) if attribute else found
+    loaded = import_module(module)
+    return getattr(loaded, attribute) if attribute else loaded
 
 
 def __getattr__(name: str) -> Any:
@@ -412,11 +413,11 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     path, why = NAMES[name]
     try:
-        found = find(path)
+        item = find(path)
     except (ImportError, AttributeError) as error:
         raise ImportError(
             f"this PyTorch has no {path.replace(':', '.')}, which doubleback needs: {why}; install "
             "a supported PyTorch"
         ) from error
-    globals()[name] = found
-    return found
+    globals()[name] = item
+    return item

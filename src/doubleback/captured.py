@@ -6,12 +6,14 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .capture import (
     Arguments,
@@ -24,8 +26,8 @@ from .capture import (
 )
 from .counting import counting
 from .errors import CaptureError, InputError, RuleError, refuse_unused, warn
-from .graph import Graph, Meta, Node
-from .penalties import Way
+from .graph import Graph, Meta, Node, Ref
+from .patch import patched, supported
 from .plan import Plan, make_plan
 from .rules import Structure, find_rule
 from .run import (
@@ -66,6 +68,21 @@ class Site:
     def graph(self) -> Graph:
         """Without open sizes: where sweeps run node by node, or are planned for the first time."""
         return self.open.at(self.numbers)
+
+
+Way = Literal["stock", "patched", "bare"]
+
+
+def derivatives(way: Way) -> AbstractContextManager:
+    """Whose second derivatives autograd uses inside. "stock": PyTorch's, with attention on its
+    unfused kernel, the only one that has any; "patched": the library's, fused attention's among
+    them, where this version of PyTorch can be patched; "bare": PyTorch's as they are, for networks
+    that are known to need no others."""
+    if way == "bare":
+        return nullcontext()
+    if way == "patched" and supported(torch.__version__):
+        return patched()
+    return sdpa_kernel(SDPBackend.MATH)
 
 
 SETTLED = 50  # calls of one size after which it is worth a flat graph of its own
@@ -161,11 +178,13 @@ class CapturedModule(nn.Module):
         """Whether this call is one to capture at all."""
         return all(plain(t) for t in call.leaves if isinstance(t, Tensor))
 
-    def _through(self, run: Callable, call: Arguments) -> tuple[bool, Any]:
-        """(True, what the network returns with `run` in the place of its operations), or False
-        where it cannot be captured and has to run on autograd."""
-        if self._chosen(call) or not self._captures(call):
-            return False, None
+    def _through(self, run: Callable, call: Arguments) -> tuple[Way | None, Any]:
+        """(None, what the network returns with `run` in the place of its operations); or the way in
+        which the call has to run on autograd, and nothing."""
+        if self._chosen(call):
+            return "bare", None
+        if self.sweeps is False or not self._captures(call):
+            return "patched", None
 
         def swept(graph: Graph, inputs: Sequence[Any]) -> Sequence[Any]:
             with no_autocast():
@@ -175,12 +194,12 @@ class CapturedModule(nn.Module):
             args, kwargs = call.with_x(call.aliases)
             try:
                 result = capture_of(self.net, self.output)(self.net, swept, args, kwargs)
-                return True, call.with_own(result)
+                return None, call.with_own(result)
             except CaptureError as error:
                 if self.strict:
                     raise
                 self._refusal = error
-                return False, None
+                return "patched", None
 
     # ------------------------------------------------------------------ sweeps or autograd
 
@@ -192,10 +211,9 @@ class CapturedModule(nn.Module):
         return CHOOSE and not particular
 
     def _chosen(self, call: Arguments) -> bool:
-        """Whether this call runs on autograd by choice, as calls of about its size did before."""
-        if self.sweeps is False:
-            return True
-        if not self._choices or not self._free_to_choose() or counting():
+        """Whether this call runs on autograd because that is quicker, by what was found at the
+        first call of about its size."""
+        if not self._choices or self.sweeps is False or not self._free_to_choose() or counting():
             return False
         choice = self._choices.get(self._size(call))
         return choice is not None and choice.autograd
@@ -222,13 +240,11 @@ class CapturedModule(nn.Module):
             return "sweeps: asked for" if self.sweeps else "sweeps"
         return str(choose(site.graph))
 
-    def _on_autograd(self, run: Callable[[Way], Any], call: Arguments) -> Any:
-        """The network's call on autograd: by choice with PyTorch's own derivatives, else with the
-        library's; in that case it is said once why, after it succeeded."""
-        if self.sweeps is not False and self._chosen(call):
-            return run("bare")
-        result = run("patched")
-        if self._refusal is not None and not self._warned:
+    def _on_autograd(self, run: Callable[[Way], Any], way: Way) -> Any:
+        """The network's call on autograd. Where it could not be captured it is said once why, after
+        it succeeded."""
+        result = run(way)
+        if way != "bare" and self._refusal is not None and not self._warned:
             self._warned = True
             warn(f"{self._refusal}\n  Until then it runs on autograd.")
         return result
@@ -244,18 +260,26 @@ class CapturedModule(nn.Module):
         only_one(graph.targets, self.output)
         numbers = graph.read_symbols(inputs)
         places = {id(t): i for i, t in enumerate(inputs) if isinstance(t, Tensor)}
-        found = [places.get(id(t)) for t in call.aliases]
+        where = [places.get(id(t)) for t in call.aliases]
         inputs = list(inputs)
-        for place, x in zip(found, call.x, strict=True):
+        for place, x in zip(where, call.x, strict=True):
             if place is not None:
                 inputs[place] = x
-        unused = tuple(i for i, place in enumerate(found) if place is None)
+        unused = tuple(i for i, place in enumerate(where) if place is None)
         if unused:
             graph = self._extended(graph, unused, call)
             for i in unused:
-                found[i] = len(inputs)
+                where[i] = len(inputs)
                 inputs.append(call.x[i])
-        penalised: Any = tuple([graph.inputs[place] for place in found])  # type: ignore[index]
+        penalised: Any = tuple([graph.inputs[place] for place in where])  # type: ignore[index]
+        moving = _sized_by(graph, penalised)
+        if moving is not None:
+            raise CaptureError(
+                f"{type(self.net).__name__} cannot be captured as one graph: the shape of what "
+                f"{moving.op} yields depends on numbers that are computed from the penalised input"
+                f"\n  stopped at {moving.source}\n  Remedy: a fixed size (torch.where in the place "
+                "of a mask as an index)."
+            )
         outputs, shapes = graph.ends_at(numbers)
         key = (id(graph), numbers, penalised)
         return Site(call, graph, numbers, inputs, penalised, outputs, shapes[0], key)
@@ -284,7 +308,7 @@ class CapturedModule(nn.Module):
         program = self._programs.get(key)
         if program is None:
             program = make(self._plan(site, wanted, varying), key[1:])
-            if not isinstance(program, OpenProgram):  # which is made in no time
+            if not program.for_one_call:
                 remember(self._programs, key, program)
             self._choose(site)
         if not self.allow_unused:
@@ -316,7 +340,9 @@ class CapturedModule(nn.Module):
         key = (id(site.open), site.penalised, *key)
         _, family = self._families.get(key, (None, None))
         if family is None:
-            family = Family(site.open, plan, make, self.compile_mode, self.flatten_after)
+            family = Family(
+                site.open, plan, make, self.compile_mode, self.flatten_after, self.recompute
+            )
             remember(self._families, key, (site.open, family))
         return OpenProgram(family, site.numbers, lambda: make(plan.at(site.graph)))
 
@@ -331,7 +357,7 @@ class CapturedModule(nn.Module):
         after = None if self.debug else self.flatten_after
         if after is not None and site.open.symbols:
             after = max(after, SETTLED)
-        return Replay(False if self.debug else self.compile_mode, after)
+        return Replay(False if self.debug else self.compile_mode, after, self.recompute)
 
     def _finish(
         self, site: Site, plan: Plan, prelude: Mapping[int, Tensor], outputs: Sequence[Tensor],
@@ -342,14 +368,28 @@ class CapturedModule(nn.Module):
         written = {v: mutated.get(place, prelude.get(v)) for place, v in graph.mutations.items()}
         write_state(graph, site.inputs, written)  # type: ignore[arg-type]
         swept = dict(zip(plan.outputs, outputs, strict=True))
-        found = []
-        for item in site.outputs:
+        ordered = []
+        for i, item in enumerate(site.outputs):
+            if i in graph.returned:
+                ordered.append(site.inputs[graph.returned[i]])
+                continue
             if isinstance(item, tuple):
-                found.append(item[0])
+                ordered.append(item[0])
                 continue
             t = swept[item] if item in swept else prelude[item]
-            found.append(t if gradients else t.detach())
-        return found
+            ordered.append(t if gradients else t.detach())
+        return ordered
+
+
+def _sized_by(graph: Graph, penalised: Sequence[int]) -> Node | None:
+    """The node that yields a size from numbers which are swept. Those that are given (edges, masks)
+    may decide sizes."""
+    moving = set(penalised)
+    for node in graph.deciding:
+        if moving.intersection(node.inputs):
+            moving.update(node.outputs)
+    decided = {where[0].index for where in graph.symbols.values() if isinstance(where[0], Ref)}
+    return next((n for n in graph.deciding if moving & decided & set(n.outputs)), None)
 
 
 def _with_inputs(graph: Graph, more: Sequence[Tensor]) -> Graph:

@@ -7,9 +7,10 @@ from typing import Any
 
 from .counting import Operations
 from .jacobian import Decision, price_sweeps
-from .penalties import Jacobian, Penalty
+from .penalties import Penalty
 from .plan import Plan, Step
 from .rules import Structure
+from .run import Program
 
 OPERATIONS = ("forward", "transpose", "weight_adjoint")  # K, Kᵀ, K□
 
@@ -138,9 +139,18 @@ def _mib(size: float) -> str:
     return f"{size / 2**20:.1f} MiB"
 
 
-def explain(plan: Plan, penalty: Penalty) -> Explanation:
-    """What the sweeps will do: their operations are counted by running them on tensors without
-    numbers."""
+def explain(program: Program) -> Explanation:
+    """What a program will do, and why so."""
+    told = _four_sweeps(program.plan, program.penalty)
+    if program.decision is not None:
+        return _with_decision(told, program.plan, program.penalty, program.decision)
+    if program.pulls is not None:
+        return _with_pulls(told, *program.pulls)
+    return _with_iterations(told, program.penalty.iterations)
+
+
+def _four_sweeps(plan: Plan, penalty: Penalty) -> Explanation:
+    """Their operations are counted by running them on tensors without numbers."""
     nodes = {
         "forward": len(plan.steps),
         "backward": sum(any(s.pull) for s in plan.steps),
@@ -174,9 +184,9 @@ def explain(plan: Plan, penalty: Penalty) -> Explanation:
     )  # fmt: skip
 
 
-def explain_jacobian(plan: Plan, penalty: Jacobian, decision: Decision) -> Explanation:
-    """What the chosen candidate runs, at what price, and what the others would have cost."""
-    base, profiles = explain(plan, penalty), decision.profiles
+def _with_decision(base: Explanation, plan: Plan, penalty: Any, decision: Decision) -> Explanation:
+    """What the chosen way to a Jacobian runs, at what price, and what others would have cost."""
+    profiles = decision.profiles
     profile = profiles[decision.chosen]
     seeds, layers = profile.seeds, base.layers
     outputs = plan.graph.shape(plan.target)[1:]
@@ -213,9 +223,11 @@ def explain_jacobian(plan: Plan, penalty: Jacobian, decision: Decision) -> Expla
     )  # fmt: skip
 
 
-def with_iterations(told: Explanation, iterations: int) -> Explanation:
+def _with_iterations(told: Explanation, iterations: int) -> Explanation:
     """The power iteration's rounds beside the four sweeps: each a backward sweep, and tangents
     through all that it passed."""
+    if not iterations:
+        return told
     sweeps, rounds = dict(told.sweeps), None
     back = sweeps["backward"]
     if told.total:
@@ -224,6 +236,19 @@ def with_iterations(told: Explanation, iterations: int) -> Explanation:
     rest = {name: sweeps.pop(name) for name in ("backward", "tangent", "second")}
     name = _several(iterations, "power iteration")
     sweeps[name] = _row(2 * iterations * back["nodes"], rounds)
+    return replace(told, sweeps={**sweeps, **rest})
+
+
+def _with_pulls(told: Explanation, directions: int, rounds: int) -> Explanation:
+    """Backward and tangent sweep for every direction, and the backward sweeps before, `rounds` for
+    each, that find the directions."""
+    sweeps = dict(told.sweeps)
+    rest = {name: sweeps.pop(name) for name in ("backward", "tangent", "second")}
+    for name in ("backward", "tangent"):
+        rest[name] = {key: directions * n for key, n in rest[name].items()}
+    if rounds:
+        name = f"{_several(directions, 'direction')}, {_several(rounds, 'term')}"
+        sweeps[name] = {key: rounds * n for key, n in rest["backward"].items()}
     return replace(told, sweeps={**sweeps, **rest})
 
 

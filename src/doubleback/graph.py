@@ -90,7 +90,10 @@ class Graph:
     mutations: place among `inputs` → the value that the network writes there;
     names: where each input was found, as Python code;
     symbols: of a program with open sizes, where each symbol's number is read off: (place,) for an
-    input that is a number, (place, axis) for a tensor's size, (place, "item") for its only entry.
+    input that is a number, (place, axis) for a tensor's size, (place, "item") for its only entry;
+    a `Ref` in the place's place for a value that the program computes (edges chosen by a mask);
+    returned: place among `outputs` → place among `inputs`, where the network returns, or keeps as
+    an attribute, a tensor that it wrote to (`self.total += …`).
     """
 
     nodes: tuple[Node, ...]
@@ -102,6 +105,7 @@ class Graph:
     mutations: Mapping[int, int]
     names: tuple[str, ...] = ()
     symbols: Mapping[Any, tuple] = field(default_factory=dict)
+    returned: Mapping[int, int] = field(default_factory=dict)
 
     def shape(self, value: int) -> tuple[int, ...]:
         meta = self.values[value]
@@ -118,7 +122,44 @@ class Graph:
 
     def read_symbols(self, given: Sequence[Any]) -> tuple:
         """The symbols' numbers for these inputs."""
-        return tuple(_read(given[where[0]], *where[1:]) for where in self.symbols.values())
+        if not self.deciding:
+            return tuple(_read(given[where[0]], *where[1:]) for where in self.symbols.values())
+        numbers = [
+            None if isinstance(where[0], Ref) else _read(given[where[0]], *where[1:])
+            for where in self.symbols.values()
+        ]
+        known = {v: t for v, t in zip(self.inputs, given, strict=True) if v is not None}
+        values = {**self.constants, **known}
+        with torch.no_grad():
+            for node, fill in zip(self.deciding, self._deciding_arguments, strict=True):
+                args, kwargs = map_refs(fill(numbers), lambda ref: values[ref.index])
+                out = node.op(*args, **kwargs)
+                values.update(zip(node.outputs, out if node.many else (out,), strict=True))
+                for i, where in enumerate(self.symbols.values()):
+                    if isinstance(where[0], Ref) and where[0].index in node.outputs:
+                        numbers[i] = _read(values[where[0].index], *where[1:])
+        return tuple(numbers)
+
+    def open_symbols(self) -> set[Any]:
+        """Every symbol that occurs in an open size."""
+        metas = [meta.shape for meta in self.values if meta is not None]
+        trees = (metas, [(n.args, n.kwargs) for n in self.nodes], self.outputs)
+        return {symbol for size in _open(trees) for symbol in size.expr.free_symbols}
+
+    @cached_property
+    def deciding(self) -> tuple[Node, ...]:
+        """The nodes on which open sizes depend, in order: they run once before all else."""
+        wanted = {where[0].index for where in self.symbols.values() if isinstance(where[0], Ref)}
+        found = []
+        for node in reversed(self.nodes if wanted else ()):
+            if wanted.intersection(node.outputs):
+                wanted.update(node.inputs)
+                found.append(node)
+        return tuple(reversed(found))
+
+    @cached_property
+    def _deciding_arguments(self) -> list[Callable[[Sequence[Any]], Any]]:
+        return [self.filler((n.args, dict(n.kwargs))) for n in self.deciding]
 
     def filler(self, tree: Any) -> Callable[[Sequence[Any]], Any]:
         """A function from the symbols' numbers to this part of the program without open sizes."""

@@ -428,7 +428,7 @@ class Surroundings:
         self._modules = [ref(module) for module in modules]  # the key is not to keep them alive
         self._places = list(_watched(modules))
         self._hooks = global_hooks()
-        self._frozen = torch.__version__ < (2, 13)  # of parameters Dynamo does not guard it before
+        self._frozen = torch.__version__ < "2.13"  # of parameters Dynamo does not guard it before
 
     def key(self) -> Hashable:
         hooks = tuple([tuple(hook) for hook in self._hooks])

@@ -30,6 +30,7 @@ from .._torch import (
     FunctionalTensorMode,
     HigherOrderOperator,
     OpOverload,
+    TorchDispatchMode,
     collect_all_valid_cia_ops_for_aten_namespace,
     decomposition_table,
     get_data_attr,
@@ -39,7 +40,7 @@ from .._torch import (
     special_op_to_preserve_cia,
 )
 from ..errors import CaptureError
-from ..graph import Graph, Meta, Node, Ref, Size, refs
+from ..graph import Graph, Meta, Node, Ref, Size, draws, refs
 from ..rules import registered, stop_gradient
 
 aten = torch.ops.aten
@@ -63,28 +64,33 @@ def lift(module: torch.fx.GraphModule, given: Sequence[Any]) -> Graph:
     fakes = [n.meta["example_value"] for n in placeholders]
     trained = [isinstance(t, Tensor) and t.requires_grad for t in given]
     written: list[int] = []
+    returned: dict[int, int] = {}
 
     def run(*inputs: Any) -> list[Any]:
         written.clear()
+        returned.clear()
         with FunctionalTensorMode():
             wrapped = [
                 _torch.to_fun(t).requires_grad_(on) if isinstance(t, Tensor) else t
                 for t, on in zip(inputs, trained, strict=True)
             ]
-            with torch.fx.traceback.preserve_node_meta(), _Autograd():
+            with torch.fx.traceback.preserve_node_meta(), _Autograd() as watch, _Checks(watch):
                 results = _Interpreter(module).run(*wrapped)
             for i, t in enumerate(wrapped):
                 if isinstance(t, Tensor) and _torch.has_data_mutation(t):
                     written.append(i)
             updates = [wrapped[i] for i in written]
-            return [_torch.from_fun(t) for t in (*pytree.tree_leaves(results), *updates)]
+            results = pytree.tree_leaves(results)
+            places = {id(wrapped[i]): i for i in written}
+            returned.update({k: places[id(t)] for k, t in enumerate(results) if id(t) in places})
+            return [_torch.from_fun(t) for t in (*results, *updates)]
 
     whole, parts = _decompositions()
     with torch.enable_grad(), override_composite_implicit_decomp(whole), _own_kernels_only():
         trace = make_fx(run, parts, tracing_mode="symbolic", record_module_stack=True)
         flat = trace(*[t.detach() if isinstance(t, Tensor) else t for t in fakes])
     names = [_name(n) for n in placeholders]
-    return _Converter(flat, names).graph(written, marked, trained)
+    return replace(_Converter(flat, names).graph(written, marked, trained), returned=returned)
 
 
 @contextmanager
@@ -172,10 +178,11 @@ class _Autograd(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.cut: dict[Any, Tensor] = {}  # by the memory of what requires grad, reached without
+        self.name = ""  # of the function that was called last
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
+        self.name = name = getattr(func, "__name__", "")
         tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         inputs = [t for t in tensors if t.requires_grad]
         if name in _HOOKS:
@@ -211,6 +218,25 @@ class _Autograd(TorchFunctionMode):
                     "(under no_grad, or through detach() or .data), so that its derivative is "
                     "another than its numbers say"
                 )
+
+
+class _Checks(TorchDispatchMode):
+    """Linear algebra that raises where a matrix is singular: PyTorch computes, then checks a code,
+    which no functional program can hold. The computing operator is told to check it instead."""
+
+    def __init__(self, watch: _Autograd) -> None:
+        super().__init__()
+        self.watch = watch
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is aten._linalg_check_errors.default:
+            return None
+        kwargs = dict(kwargs or {})
+        names = [argument.name for argument in func._schema.arguments]
+        if "check_errors" in names and not self.watch.name.endswith("_ex"):
+            args = args[: names.index("check_errors")]
+            kwargs["check_errors"] = True
+        return func(*args, **kwargs)
 
 
 _HOOKS = ("register_hook", "register_post_accumulate_grad_hook", "retain_grad")
@@ -285,10 +311,16 @@ class _Converter:
                 )
             mutations[i] = self.number[item, 0]
         move_constants(self.nodes, self.values, self.constants)
-        return Graph(
+        graph = Graph(
             tuple(self.nodes), tuple(self.values), tuple(self.inputs), self.constants, outputs,
             tuple(outputs[i] for i in marked), mutations, tuple(self.names), self.symbols,
         )  # fmt: skip
+        drawn = [node for node in graph.deciding if draws(node.op)]
+        if drawn:
+            raise CaptureError(f"a size depends on random numbers; {drawn[0].source}")
+        if not graph.open_symbols() <= graph.symbols.keys():
+            raise CaptureError("a size depends on numbers that no operator of the graph tells")
+        return graph
 
     def _value(self, tensor: Any) -> int:
         meta = None
@@ -362,16 +394,13 @@ class _Converter:
             part is not None and not isinstance(part, Tensor) for part in results
         ):
             raise CaptureError(f"{node.target} cannot be swept: it is control flow; {source(node)}")
-        if any(_unbacked(s) for t in results if t is not None for s in t.shape):
-            raise CaptureError(
-                f"the shape of what {node.target} yields depends on the values it is given; "
-                f"{source(node)}"
-            )
         args, kwargs = self._translate(node.args), self._translate(node.kwargs)
         outputs = []
         for position, part in enumerate(results):
             self.number[node, position] = self._value(part)
             outputs.append(self.number[node, position])
+            for axis, length in enumerate(() if part is None else part.shape):
+                self._symbol(length, (Ref(outputs[-1]), axis))
         inputs = (*refs(args), *refs(kwargs))
         self.nodes.append(
             Node(len(self.nodes), node.name, node.target, args, kwargs, inputs, tuple(outputs),
@@ -380,10 +409,9 @@ class _Converter:
 
     def _number(self, node: torch.fx.Node, result: Any) -> None:
         """A number that the graph computes: from sizes, or off a tensor of one entry."""
-        if _unbacked(result):
-            raise CaptureError(f"a Python number is read off a tensor at {source(node)}")
         if node.target in (aten.item.default, aten._local_scalar_dense.default):
-            place = self.inputs.index(self.number[node.args[0], 0])  # type: ignore[index]
+            value = self.number[node.args[0], 0]  # type: ignore[index]
+            place = self.inputs.index(value) if value in self.inputs else Ref(value)
             self._symbol(result, (place, "item"))
 
 
@@ -435,14 +463,6 @@ def size(item: Any) -> Any:
     return Size(expr)
 
 
-def _unbacked(item: Any) -> bool:
-    """Whether a number depends on the values of tensors."""
-    if not isinstance(item, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-        return False
-    env = item.node.shape_env
-    return any(env.is_unbacked_symint(s) for s in item.node.expr.free_symbols)
-
-
 def source(node: torch.fx.Node) -> str:
     """'file.py:31: the line', where the model called this operator."""
     trace = node.meta.get("stack_trace") or ""
@@ -468,7 +488,7 @@ def _module(node: torch.fx.Node) -> str:
 
 def decompositions() -> dict:
     """Recurrent layers become cells; attention with dropout, GLU, dropout variants and named
-    paddings become the products, activations and pads they are made of."""
+    paddings become the products, activations and pads they are made of; masks become places."""
     chosen: dict[Any, Any] = {
         op: _recurrent(decomposition_table[op]) for op in RECURRENT if op in decomposition_table
     }
@@ -478,6 +498,8 @@ def decompositions() -> dict:
     chosen[aten.empty.memory_format] = _filled(aten.zeros.default)
     chosen[aten.new_empty.default] = aten.new_zeros.default
     chosen[aten.empty_like.default] = aten.zeros_like.default
+    chosen[aten.index.Tensor] = _index
+    chosen[aten.masked_select.default] = _masked_select
     chosen[aten.as_strided.default] = _as_strided
     chosen[aten.as_strided_scatter.default] = _as_strided_scatter
     for name in ("feature_dropout", "alpha_dropout", "feature_alpha_dropout"):
@@ -593,6 +615,24 @@ def _filled(make):
         return made if memory_format is None else made.contiguous(memory_format=memory_format)
 
     return decomposed
+
+
+def _index(x, indices):
+    """A mask as the places where it is set: how many there are then depends on the mask alone."""
+    if not any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in indices):
+        return NotImplemented
+    places = []
+    for i in indices:
+        if i is not None and i.dtype in (torch.bool, torch.uint8):
+            places += i.nonzero().unbind(1)
+        else:
+            places.append(i)
+    return aten.index.Tensor(x, places)
+
+
+def _masked_select(x, mask):
+    x, mask = torch.broadcast_tensors(x, mask)
+    return aten.index.Tensor(x, list(mask.nonzero().unbind(1)))
 
 
 def _as_strided(x, size, stride, storage_offset=None):

@@ -14,7 +14,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,12 +24,16 @@ from .. import sweeps
 from .._torch import FakeTensorMode, TorchDispatchMode, pytree
 from ..counting import Operations, recording
 from ..errors import InputError, PenaltyWarning
-from ..penalties import MANY_SEEDS, Jacobian
 from ..plan import Plan
 from ..rules import add
 from ..run import NEAR, Replay
 from .programs import JacobianProgram
 from .strategies import Candidate, Columns, Rows, Segment, Waist, candidates
+
+if TYPE_CHECKING:
+    from ..penalties import Jacobian
+
+MANY_SEEDS = 8192  # beyond, a user has to insist
 
 # ----------------------------------------------------------------------------------------- prices
 

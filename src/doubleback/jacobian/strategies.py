@@ -30,9 +30,9 @@ weight_b·penalty_b. Without a weight there is no gradient, and the tangents are
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,10 +40,12 @@ from torch import Tensor
 from .. import sweeps
 from ..counting import counted
 from ..graph import Graph
-from ..penalties import Jacobian, unit_vectors
 from ..plan import Plan, Step, make_plan
 from ..rules import add, softmax_curvature, softmax_derivative
 from ..spaces import Euclidean, dual_square, per_example
+
+if TYPE_CHECKING:
+    from ..penalties import Jacobian
 
 # --------------------------------------------------------------------------------------- segments
 
@@ -702,3 +704,12 @@ def coupling(plan: Plan) -> str | None:
         if not (along and step.rule.separates(call, step.pull)):
             return f"{node} may couple the examples of a batch"
     return None
+
+
+def unit_vectors(index: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """e⟨i⟩ for each i in `index`, counted in one example of a batch of `shape`, the same for every
+    example: (len(index), *shape)."""
+    batch, *one = shape
+    positions = torch.arange(math.prod(one), device=index.device)
+    hot = (positions == index[:, None]).to(dtype)
+    return hot.reshape(-1, 1, *one).expand(-1, batch, *one)

@@ -195,7 +195,8 @@ def _convolution_pays(xi: Tensor, x: Tensor, weight: Tensor, *others: Any) -> bo
     ask, and before 2.13 PyTorch's own formula fails in one."""
     if others[6] != 1 or isinstance(xi.numel(), torch.SymInt):
         return True
-    return 2 * xi.numel() * weight[0].numel() >= 6e7
+    per_output = weight.numel() // max(1, weight.shape[0])
+    return 2 * xi.numel() * per_output >= 6e7
 
 
 CONVOLUTION = [

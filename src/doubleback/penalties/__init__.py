@@ -1,6 +1,5 @@
-"""Penalties R = p(J*v): choices of v and p, norms and losses, and the same by plain autograd."""
+"""Penalties R = p(J*v): choices of v and p, norms and losses."""
 
-from .autograd import Way, accumulate_on_autograd, derivatives, on_autograd
 from .losses import (
     BinaryCrossEntropy,
     CrossEntropy,
@@ -12,18 +11,20 @@ from .losses import (
     SquaredNorm,
     make_loss,
 )
-from .many_seeds import MANY_SEEDS, Jacobian, SpectralNorm, slot, unit_vectors
+from .many_seeds import Directions, Jacobian, JacobianMatch, LogDet, SpectralNorm
 from .one_seed import BilinearForm, Custom, GradientMatch, LossGradient, OutputGradient, Penalty
 
 __all__ = [
-    "MANY_SEEDS",
     "BilinearForm",
     "BinaryCrossEntropy",
     "CrossEntropy",
     "Custom",
     "Deviation",
+    "Directions",
     "GradientMatch",
     "Jacobian",
+    "JacobianMatch",
+    "LogDet",
     "Loss",
     "LossGradient",
     "LossName",
@@ -33,11 +34,5 @@ __all__ = [
     "SpectralNorm",
     "SquaredError",
     "SquaredNorm",
-    "Way",
-    "accumulate_on_autograd",
-    "derivatives",
     "make_loss",
-    "on_autograd",
-    "slot",
-    "unit_vectors",
 ]

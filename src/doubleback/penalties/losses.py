@@ -289,6 +289,15 @@ class Loss(ABC):
         """The sum of all losses by PyTorch's own operator, where there is one."""
         return None
 
+    def gradient_degree(self, degree: int) -> int | None:
+        """The degree of ∇ℓ as a polynomial in whatever the output is one of degree `degree` in;
+        None where it is none."""
+        return None
+
+    def trial(self, out: Tensor, classes: int | None = None) -> Tensor | None:
+        """Random labels that fit this output, None where it is not known what they have to be."""
+        return None
+
     def fingerprint(self) -> Hashable | None:
         """A key of all that the numbers depend on; None where a caller's code runs."""
         return fingerprint(self)
@@ -345,7 +354,8 @@ class CrossEntropy(Loss):
         return (target.sum(1, keepdim=True) * s - target).to(out.dtype)
 
     def total(self, out: Tensor, y: Any) -> Tensor | None:
-        if self.smoothing or self.weights is not None or y.is_floating_point():
+        # PyTorch's own takes labels of 64 bits alone
+        if self.smoothing or self.weights is not None or y.dtype is not torch.long:
             return None
         return F.cross_entropy(lifted(out), y, ignore_index=self.ignore, reduction="sum")
 
@@ -353,6 +363,11 @@ class CrossEntropy(Loss):
         total = self._targets(out, y).sum(1, keepdim=True)
         s, wide = torch.softmax(lifted(out), 1), lifted(h)
         return (total * s * (wide - (s * wide).sum(1, keepdim=True))).to(h.dtype)
+
+    def trial(self, out: Tensor, classes: int | None = None) -> Tensor | None:
+        if out.dim() < 2:
+            raise LabelError(f"cross_entropy needs one column per class, not {tuple(out.shape)}")
+        return torch.randint(classes or out.shape[1], (out.shape[0], *out.shape[2:]))
 
     def check(self, out_shape: Sequence[int], y: Any) -> None:
         shape = tuple(out_shape)
@@ -403,6 +418,12 @@ class SquaredError(Loss):
     def hessian(self, out: Tensor, y: Tensor, h: Tensor) -> Tensor:
         return 2 * h
 
+    def gradient_degree(self, degree: int) -> int | None:
+        return degree
+
+    def trial(self, out: Tensor, classes: int | None = None) -> Tensor | None:
+        return torch.randn_like(out)
+
     def check(self, out_shape: Sequence[int], y: Any) -> None:
         _same_shape("mse", out_shape, y)
 
@@ -423,6 +444,9 @@ class BinaryCrossEntropy(Loss):
     def hessian(self, out: Tensor, y: Tensor, h: Tensor) -> Tensor:
         s = torch.sigmoid(lifted(out))
         return (s * (1 - s) * h).to(h.dtype)
+
+    def trial(self, out: Tensor, classes: int | None = None) -> Tensor | None:
+        return torch.randint(2, out.shape).to(out.dtype)
 
     def check(self, out_shape: Sequence[int], y: Any) -> None:
         _same_shape("bce", out_shape, y)

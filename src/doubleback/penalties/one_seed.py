@@ -10,12 +10,13 @@ Each penalty is a small record with
     pull(…, *e)        the gradient of e itself, where it is asked for
     check(out, x, *e)  raises before anything runs on a wrong argument
     fingerprint()      a key of its numbers, None where a caller's code is part of it
+    program(request)   what computes it with the network
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from torch import Tensor
 from .._torch import TorchDispatchMode, pytree
 from ..errors import InputError
 from ..graph import draws
-from ..run import refuse_others
+from ..run import CallersProgram, FourSweeps, Request, refuse_others
 from ..spaces import per_example
 from .losses import (
     PER_EXAMPLE,
@@ -72,12 +73,33 @@ class Penalty(ABC):
     extras: int = 0
     varying: bool = False
     in_seed: tuple[int, ...] = ()  # which extras enter a v that does not vary with the output
+    symmetric: bool = False  # whether ∂v/∂out is known to be, as that of a gradient is
+    needs_examples: bool = False  # whether a batch without any has to run on autograd
+    chance: str | None = None  # why its numbers are no function of weights and inputs alone
+    carries: bool = False  # whether a call goes on from what the last one left
+    no_graph: str | None = None  # why a CUDA graph cannot compute it
+    iterations: int = 0  # rounds of a power iteration before the sweeps
 
     def __init__(self, norm: NormLike | None = None, reduction: Reduction = "mean") -> None:
         if reduction not in REDUCTIONS:
             raise InputError(f"reduction must be one of {REDUCTIONS}, not {reduction!r}")
         self.norm = as_norm(norm if norm is not None else SquaredNorm())
         self.reduction = reduction
+
+    def program(self, request: Request) -> Any:
+        """The four sweeps with this penalty: all of them flat where no code of a caller's is part
+        of them, else flat around it."""
+        if self.fingerprint() is None or not request.known:
+            return CallersProgram(
+                request.plan(), self, request.debug, asked=request.asked, replay=request.replay
+            )
+        return request.whole(
+            lambda plan: FourSweeps(plan, self, request.debug, asked=request.asked)
+        )
+
+    def afresh(self) -> Penalty:
+        """The same penalty, which goes on from nothing that an earlier call left."""
+        return self
 
     @abstractmethod
     def seed(self, out: Tensor, *extra: Tensor) -> Tensor: ...
@@ -157,10 +179,36 @@ class Penalty(ABC):
         """Every v whose penalty p(J*v) adds to the total, for the oracle."""
         return [self.oracle_seed(out, *extra)]
 
+    def oracle_values(
+        self, out: Tensor, pull: Callable[..., list[Tensor]], *extra: Any
+    ) -> Tensor | None:
+        """p per example, for the oracle of a penalty that is no sum of p(J*v) over `oracle_seeds`.
+        pull(v, graph) is J*v, differentiable for None, not for False."""
+        return None
+
     def seeds_from(self, carried: dict) -> Callable[..., Sequence[Tensor]] | None:
         """`oracle_seeds` that go on from what earlier calls left in `carried`, for penalties that
         do so."""
         return None
+
+    def seeds_along(
+        self, out: Tensor, tangent: Tensor, *extra: Tensor
+    ) -> Iterator[tuple[Tensor, Tensor | None]]:
+        """Every v with its derivative (∂v/∂out) t along a tangent t of the output, None for zero;
+        of penalties whose ∂v/∂out is `symmetric`, so that the head, its adjoint, gives it."""
+        yield self.seed(out, *extra), self.head(out, tangent, *extra) if self.varying else None
+
+    def seed_degree(self, degree: int) -> int | None:
+        """The degree of v as a polynomial in whatever the output is one of degree `degree` in; None
+        where v is none, or it is not known."""
+        return None
+
+    def trial(
+        self, out: Tensor, x: Tensor, classes: int | None = None
+    ) -> tuple[Tensor, ...] | None:
+        """Random extras that fit this output and input, for a call that only tries the network out;
+        None where it is not known what they have to be. classes: how many labels tell apart."""
+        return None if self.extras else ()
 
     @property
     def one_seed(self) -> bool:
@@ -199,7 +247,8 @@ class Penalty(ABC):
 
     @property
     def own_loss(self) -> Loss | None:
-        """The loss whose gradient v is, where it is one: the classical penalty."""
+        """The loss whose gradient v is, where it is one: the classical penalty, whose first extra
+        is the loss's target."""
         return None
 
     def shares(self, loss: Any) -> bool:
@@ -237,6 +286,7 @@ class LossGradient(Penalty):
 
     extras = 1
     varying = True
+    symmetric = True
 
     def __init__(
         self,
@@ -273,24 +323,35 @@ class LossGradient(Penalty):
     def head(self, out: Tensor, h: Tensor, *extra: Tensor) -> Tensor | None:
         return self.loss.hessian(out, extra[0], h)
 
+    def seed_degree(self, degree: int) -> int | None:
+        return self.loss.gradient_degree(degree)
+
+    def trial(
+        self, out: Tensor, x: Tensor, classes: int | None = None
+    ) -> tuple[Tensor, ...] | None:
+        labels = self.loss.trial(out, classes)
+        return None if labels is None else (labels,)
+
     def check(self, out_shape: Sequence[int], x: Sequence[Tensor], *extra: Any) -> None:
         super().check(out_shape, x, *extra)
         self.loss.check(out_shape, extra[0])
 
 
 class _Entry(Penalty):
-    """v = e⟨index⟩, the same for every example."""
+    """v = e⟨index⟩, the same for every example; "sum": ones."""
+
+    instead = ""  # what else there is for several outputs
 
     def __init__(
         self, index: Any = None, norm: NormLike | None = None, reduction: Reduction = "mean"
     ) -> None:
         super().__init__(norm, reduction)
-        if index is not None and not _is_index(index):
-            raise InputError(f"index must be an int or a tuple of ints, not {index!r}")
-        self.index = index
+        if index is not None and index != "sum" and not _is_index(index):
+            raise InputError(f'index must be an int, a tuple of ints or "sum", not {index!r}')
+        self.index: Any = index
 
     def seed(self, out: Tensor, *extra: Tensor) -> Tensor:
-        if self.index is None:
+        if self.index is None or self.index == "sum":
             return torch.ones_like(out)
         # a comparison of positions, not an assignment, so that it flattens into one graph
         v = torch.ones((), dtype=out.dtype, device=out.device)
@@ -304,11 +365,14 @@ class _Entry(Penalty):
         super().check(out_shape, x, *extra)
         entry = tuple(out_shape[1:])
         name = type(self).__name__
+        if self.index == "sum":
+            return
         if self.index is None:
             if any(size != 1 for size in entry):
                 raise InputError(
                     f"{name}() needs one number per example, but the output has shape "
-                    f"{tuple(out_shape)}; choose an entry: {name}(index=...)"
+                    f"{tuple(out_shape)}; choose an entry: {name}(index=...), or their "
+                    f'sum: {name}(index="sum"){self.instead}'
                 )
             return
         index = self.index if isinstance(self.index, tuple) else (self.index,)
@@ -330,7 +394,8 @@ def _is_index(index: Any) -> bool:
 
 
 class OutputGradient(_Entry):
-    """R = p(∇ₓ out⟨index⟩); with index=None the network is a scalar critic (R1, WGAN-GP).
+    """R = p(∇ₓ out⟨index⟩); with index=None the network is a scalar critic (R1, WGAN-GP), with
+    index="sum" a critic of patches, of whose outputs the sum is differentiated.
 
     >>> import torch, doubleback as db
     >>> critic = torch.nn.Sequential(torch.nn.Linear(2, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
@@ -338,15 +403,24 @@ class OutputGradient(_Entry):
     >>> score, penalty = gp(torch.randn(4, 2))
     """
 
+    def seed_degree(self, degree: int) -> int | None:
+        return 0
+
 
 class GradientMatch(_Entry):
     """Sobolev training and force matching: R = p(∇ₓ out⟨index⟩ − target).
 
     The target, shaped like x (a tuple for several inputs), is the call's last argument. One that
-    requires grad receives its gradient, ∂R/∂target = −∇p.
+    requires grad receives its gradient, ∂R/∂target = −∇p. For several outputs: `JacobianMatch`.
     """
 
     extras = 1
+    instead = ", or match the whole Jacobian: JacobianMatch()"
+
+    def trial(
+        self, out: Tensor, x: Tensor, classes: int | None = None
+    ) -> tuple[Tensor, ...] | None:
+        return (torch.randn_like(x),)
 
     def _difference(self, xi: Sequence[Tensor], target: Any) -> list[Tensor]:
         targets = target if isinstance(target, (tuple, list)) else (target,)
@@ -376,6 +450,11 @@ class BilinearForm(Penalty):
 
     def __init__(self, reduction: Reduction = "mean") -> None:
         super().__init__(None, reduction)
+
+    def trial(
+        self, out: Tensor, x: Tensor, classes: int | None = None
+    ) -> tuple[Tensor, ...] | None:
+        return torch.randn_like(out), torch.randn_like(x)
 
     def seed(self, out: Tensor, *extra: Tensor) -> Tensor:
         return extra[0].to(out.dtype)

@@ -2,13 +2,28 @@
 (replayed, or compiled by Inductor, or captured as a CUDA graph), its place in autograd, and the
 delivery of its gradients."""
 
-from .bridge import Bridge, First, GradientProgram, Job, Program, deliver, no_autocast
+from .bridge import (
+    Bridge,
+    Job,
+    average,
+    deliver,
+    no_autocast,
+    refuse_inside_forward,
+    several,
+)
 from .callers import CallersProgram, refuse_others
 from .cuda_graphs import GraphedProgram, GraphedStep, GraphRefused
-from .distributed import average, refuse_inside_forward, several
-from .flattening import FlattenedProgram, Replay
-from .inductor import sound
-from .open_sizes import Family, OpenProgram
+from .flattening import Family, Replay
+from .inductor import quiet, sound
+from .program import (
+    First,
+    FlattenedProgram,
+    FourSweeps,
+    GradientProgram,
+    OpenProgram,
+    Program,
+    Request,
+)
 from .state import kind, read_state, remember, run_prelude, scale, write_state
 from .straight_line import NEAR, boxed, clean
 
@@ -19,6 +34,7 @@ __all__ = [
     "Family",
     "First",
     "FlattenedProgram",
+    "FourSweeps",
     "GradientProgram",
     "GraphRefused",
     "GraphedProgram",
@@ -27,12 +43,14 @@ __all__ = [
     "OpenProgram",
     "Program",
     "Replay",
+    "Request",
     "average",
     "boxed",
     "clean",
     "deliver",
     "kind",
     "no_autocast",
+    "quiet",
     "read_state",
     "refuse_inside_forward",
     "refuse_others",

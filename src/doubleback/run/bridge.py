@@ -1,246 +1,29 @@
 """From sweeps to autograd: one `autograd.Function` from (x, effective parameters) to
 (outputs, penalty). Its forward runs the first two sweeps, its backward the last two. Tensors of the
-penalty's own that ask for a gradient are arguments too."""
+penalty's own that ask for a gradient are arguments too. And the gradients of sweeps that ran
+without it, delivered as autograd would, to one process or to several."""
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.autograd.graph import get_gradient_edge
+from torch.nn.parallel import DistributedDataParallel
 
-from .. import sweeps
 from .._torch import foreach_add_, get_current_graph_task_keep_graph, pytree
-from ..errors import StaleGraphError, ThirdDerivativeError
-from ..graph import Node
-from ..kernels import taps_first
-from ..plan import Plan
-from ..rules import add
+from ..errors import InputError, StaleGraphError, ThirdDerivativeError
 from .cuda_graphs import users
-from .distributed import average, refuse_inside_forward, several
-from .state import copies
-
-
-class First(NamedTuple):
-    """What the first two sweeps yield: outputs, penalty per example, buffers to write, and what
-    the last two will need."""
-
-    outputs: list[Tensor]
-    values: Tensor
-    mutated: dict[int, Tensor]
-    state: Any
-
-
-@dataclass(frozen=True, eq=False)
-class Program:
-    """The sweeps of one plan with its penalty, as functions of tensors.
-
-    asked: the places of those tensors among the penalty's flattened extras that ask for a gradient.
-    """
-
-    plan: Plan
-    penalty: Any
-    debug: bool = False
-    asked: tuple[int, ...] = field(default=(), kw_only=True)
-
-    @property
-    def prelude(self) -> Sequence[Node]:
-        """What runs before the sweeps, under autograd."""
-        return self.plan.prelude
-
-    def first(self, leaves: Mapping[int, Tensor], extra: Sequence[Any], keep: bool = True) -> First:
-        """Forward and backward sweep. `keep`: for a `last` to come."""
-        plan, penalty = self.plan, self.penalty
-        watch = sweeps.finite_watch(plan) if self.debug else None
-        state = sweeps.forward(plan, self._laid_out(leaves), watch)
-        outputs = [self._usual(state.values[v]) for v in plan.outputs]
-        mutated = {name: state.values[v] for name, v in plan.mutations.items()}
-        seed = penalty.seed(state.values[plan.target], *extra)
-        rows = self._rows(seed, plan.target)
-        xi = sweeps.backward(plan, state, seed, keep=keep, watch=watch, seeds=rows)
-        front = () if rows is None else (rows,)
-        xi = [
-            leaves[v].new_zeros(*front, *leaves[v].shape) if u is None else u
-            for v, u in zip(plan.penalised, xi, strict=True)
-        ]
-        values = self._measured(state, xi, extra)
-        return First(outputs, values, mutated, state if keep else None)
-
-    def _rows(self, t: Tensor, value: int) -> int | None:
-        """How many cotangents or tangents t holds along an axis in front of those that the value
-        has; None for one, without such an axis."""
-        return None
-
-    def _measured(self, state: sweeps.State, xi: list[Tensor], extra: Sequence[Any]) -> Any:
-        """p per example; what the tangents will start from goes into the state."""
-        values, state.q0 = self.penalty.measure(xi, *extra)
-        if self.asked or self.penalty.coupled:
-            state.xi[sweeps.INPUTS] = xi
-        return values
-
-    def _start(self, state: sweeps.State, along: Any, extra: Sequence[Any]) -> dict[int, Tensor]:
-        """q₀ at each penalised input, for what arrived at the values."""
-        xi = state.xi.get(sweeps.INPUTS, ())
-        q0 = self.penalty.weighted(state.q0, xi, along, *extra)
-        return dict(zip(self.plan.penalised, q0, strict=True))
-
-    def results(self, values: Any) -> tuple[Tensor, ...]:
-        """What is handed out of the values."""
-        return (self.penalty.reduce(values),)
-
-    def along(self, grads: Sequence[Tensor | None], batch: int) -> Any:
-        """What arrived at the values, from what arrived at the results; None for nothing."""
-        return None if grads[0] is None else self.penalty.unreduce(grads[0], batch)
-
-    def last(
-        self,
-        state: sweeps.State,
-        extra: Sequence[Any],
-        grad_outputs: Mapping[int, Tensor | None],
-        grad_values: Tensor | None,
-        keep: bool = False,
-    ) -> list[Tensor | None]:
-        """Tangent and second sweep: gradients of the penalised inputs, of the effective
-        parameters, and of what is `asked`.
-
-        With q₀ = ḡ⊙∇p and h the tangent of the output, the second sweep starts from the
-        outputs' gradients plus the head (∂v/∂out)* h plus the curvature sources.
-        """
-        plan, penalty = self.plan, self.penalty
-        watch = sweeps.finite_watch(plan) if self.debug else None
-        gamma: dict[int, Tensor] = {}
-        own: list[Tensor | None] = [None] * len(self.asked)
-        if grad_values is not None:
-            xi = state.xi.get(sweeps.INPUTS, ())
-            start = self._start(state, grad_values, extra)
-            if not keep:
-                state.q0 = []
-            rows = next((self._rows(q, v) for v, q in start.items()), None)
-            h, gamma = sweeps.tangent(plan, state, start, keep=keep, watch=watch, seeds=rows)
-            if self.asked:
-                out = state.values[plan.target]
-                own = penalty.pull(self.asked, out, h, xi, grad_values, *extra)
-            if plan.needs_head_tangent and h is not None and plan.target in plan.trained:
-                head = penalty.head(state.values[plan.target], h, *extra)
-                join(gamma, plan.target, head)
-        for v, grad in grad_outputs.items():
-            if v in plan.trained:
-                join(gamma, v, grad)
-        gamma = sweeps.second(plan, state, gamma, keep=keep, watch=watch)
-        swept = [
-            self._usual(gamma[v]) if v in plan.trained and v in gamma else None
-            for v in (*plan.penalised, *plan.effective)
-        ]
-        return [*swept, *own]
-
-    def _laid_out(self, leaves: Mapping[int, Tensor]) -> Mapping[int, Tensor]:
-        """Images and filters in the layouts of the plan."""
-        plan = self.plan
-        if not plan.channels_last and not plan.taps_first:
-            return leaves
-        laid = dict(leaves)
-        for v, t in leaves.items():
-            if v in plan.channels_last:
-                laid[v] = t.contiguous(memory_format=torch.channels_last)
-            elif v in plan.taps_first:
-                laid[v] = taps_first(t)
-        return laid
-
-    def _usual(self, t: Tensor) -> Tensor:
-        """Back to the usual layout."""
-        laid = self.plan.channels_last or self.plan.taps_first
-        return t.contiguous() if laid and t.dim() == 4 else t
-
-    def step(
-        self,
-        leaves: Mapping[int, Tensor],
-        extra: Sequence[Any],
-        loss: Any,
-        target: Any,
-        weight: Tensor | None,
-    ) -> tuple[list[Tensor], Tensor, Tensor, list[Tensor | None], dict[int, Tensor]]:
-        """All four sweeps: (outputs, loss, penalty, gradients of loss + weight·penalty, buffers).
-
-        The loss is the mean over the rows of the output, the penalty is reduced over those of the
-        penalised input: of a network from atoms to molecules, one loss per molecule and one
-        penalty per atom. Without a weight this is a plain training step: forward and second sweep
-        alone.
-        """
-        plan, penalty = self.plan, self.penalty
-        values = None
-        if weight is None:
-            state = sweeps.forward(plan, self._laid_out(leaves))
-            outputs = [self._usual(state.values[v]) for v in plan.outputs]
-            mutated = {name: state.values[v] for name, v in plan.mutations.items()}
-        else:
-            outputs, values, mutated, state = self.first(leaves, extra)
-            assert state is not None
-        out = state.values[plan.target]
-        loss_value, grad_out = loss_gradient(penalty, loss, out, target, extra)
-        grad_values = None
-        penalty_value = torch.zeros((), device=out.device)
-        if values is not None and weight is not None:
-            penalty_value = penalty.reduce(values)
-            per_value = weight.to(values.dtype).expand_as(values)
-            mean = penalty.reduction == "mean"
-            grad_values = per_value / values.numel() if mean else per_value
-        grads = self.last(state, extra, {plan.target: grad_out}, grad_values)
-        return outputs, loss_value, penalty_value, grads, mutated
-
-
-def loss_gradient(
-    penalty: Any, loss: Any, out: Tensor, target: Any, extra: Sequence[Any]
-) -> tuple[Tensor, Tensor | None]:
-    """(the mean of the losses, its gradient in the output)."""
-    if loss is None:
-        return torch.zeros((), device=out.device), None
-    losses = loss.values(out, target)
-    gradient = penalty.seed(out, *extra) if penalty.shares(loss) else loss.gradient(out, target)
-    return losses.mean(), gradient / losses.numel()
-
-
-def join(gamma: dict[int, Tensor], value: int, grad: Tensor | None) -> None:
-    if grad is not None:
-        gamma[value] = add(gamma.get(value), grad)  # type: ignore[assignment]
-
-
-@dataclass(frozen=True, eq=False)
-class GradientProgram(Program):
-    """The sweeps of a network that returns ξ₀ = J*v itself: one value for each penalised input, and
-    what arrives there is q₀. `penalty` is what knows v; where there are several, ξ₀ and q₀ have
-    one row for each."""
-
-    def _rows(self, t: Tensor, value: int) -> int | None:
-        meta = self.plan.graph.values[value]
-        assert meta is not None
-        return t.shape[0] if t.dim() > len(meta.shape) else None
-
-    def _measured(self, state: sweeps.State, xi: list[Tensor], extra: Sequence[Any]) -> Any:
-        held = {t.untyped_storage()._cdata for t in pytree.tree_leaves((state.values, state.xi))
-                if isinstance(t, Tensor)}  # fmt: skip
-        # a copy of what is held: it is the caller's, who may write to it
-        return [
-            u.clone() if u.untyped_storage()._cdata in held else u for u in map(self._usual, xi)
-        ]
-
-    def _start(self, state: sweeps.State, along: Any, extra: Sequence[Any]) -> dict[int, Tensor]:
-        metas = self.plan.graph.values
-        return {
-            v: q.to(metas[v].dtype)  # type: ignore[union-attr]
-            for v, q in zip(self.plan.penalised, along, strict=True)
-            if q is not None
-        }
-
-    def results(self, values: Any) -> tuple[Tensor, ...]:
-        return tuple(values)
-
-    def along(self, grads: Sequence[Tensor | None], batch: int) -> Any:
-        return None if all(g is None for g in grads) else list(grads)
+from .program import Program
+from .state import behind, copies
 
 
 @dataclass(eq=False)
@@ -250,7 +33,7 @@ class Job:
     extra: the penalty's own arguments, detached.
     """
 
-    program: Any
+    program: Program
     constants: Mapping[int, Tensor]
     extra: tuple
     mutations: dict[int, Tensor] = field(default_factory=dict)
@@ -269,11 +52,11 @@ class Job:
         kept = plan.kept | {plan.target} if plan.needs_head_tangent else plan.kept
         places = (*plan.penalised, *plan.effective)
         every = not getattr(self.program.penalty, "one_seed", False)  # sweeps that start anew
-        found = [t for v, t in zip(places, tensors, strict=False) if every or v in kept]
-        found += tensors[len(places) :]
-        found += [t for v, t in self.constants.items() if v in kept]
-        found += [t for t in pytree.tree_leaves(self.extra) if isinstance(t, Tensor)]
-        return found + [t for v, t in zip(plan.outputs, outputs, strict=True) if v in kept]
+        reads = [t for v, t in zip(places, tensors, strict=False) if every or v in kept]
+        reads += tensors[len(places) :]
+        reads += [t for v, t in self.constants.items() if v in kept]
+        reads += [t for t in pytree.tree_leaves(self.extra) if isinstance(t, Tensor)]
+        return reads + [t for v, t in zip(plan.outputs, outputs, strict=True) if v in kept]
 
 
 class Bridge(torch.autograd.Function):
@@ -293,8 +76,9 @@ class Bridge(torch.autograd.Function):
         ctx.versions = [(t, t._version) for t in read if not t.is_inference()]
         # an alias each: a saved value that became an output would keep this node alive for ever
         results = tuple(out.detach() for out in outputs)
+        plan = program.plan
         ctx.mark_non_differentiable(
-            *(r for r in results if not (r.is_floating_point() or r.is_complex()))
+            *(r for v, r in zip(plan.outputs, results, strict=True) if v not in plan.trained)
         )
         return (*results, *(t.detach() for t in program.results(values)))
 
@@ -315,14 +99,14 @@ class Bridge(torch.autograd.Function):
         with torch.no_grad(), no_autocast():
             weights = program.along(arrived, ctx.batch)
             seeds = dict(zip(program.plan.outputs, outputs, strict=True))
-            found = program.last(ctx.state, ctx.job.extra, seeds, weights, keep=keep)
+            gradients = program.last(ctx.state, ctx.job.extra, seeds, weights, keep=keep)
         if torch.is_grad_enabled():
             linear = ctx.batch and len(arrived) == 1
             penalty, rest = (arrived[0], outputs) if linear else (None, grads)
-            found = _differentiable(found, ctx, penalty, rest)
+            gradients = _differentiable(gradients, ctx, penalty, rest)
         if not keep:
             ctx.state = ctx.inputs = None
-        return (None, *found)
+        return (None, *gradients)
 
 
 def deliver(pairs: Sequence[tuple[Tensor, Tensor]], lent: bool = False) -> None:
@@ -343,10 +127,10 @@ def deliver(pairs: Sequence[tuple[Tensor, Tensor]], lent: bool = False) -> None:
         sums.clear()
         for t, g in pairs:
             sums[id(t)] = (t, sums[id(t)][1] + g if id(t) in sums else g)
-    found = _owned(list(sums.values()), lent)
+    owned = _owned(list(sums.values()), lent)
     plain, rest = [], []
     watched = torch.distributed.is_available() and torch.distributed.is_initialized()
-    for t, g in found:
+    for t, g in owned:
         hooks = t._backward_hooks or getattr(t, "_post_accumulate_grad_hooks", None)
         alike = _plain(g) and g.dtype == t.dtype and g.stride() == t.stride()
         (rest if watched or hooks or not t.is_leaf or not alike else plain).append((t, g))
@@ -360,7 +144,7 @@ def deliver(pairs: Sequence[tuple[Tensor, Tensor]], lent: bool = False) -> None:
             if t.grad is None:
                 t.grad = g
     if together:
-        average(t for t, _ in found)
+        average(t for t, _ in owned)
 
 
 def _owned(pairs: list[tuple[Tensor, Tensor]], lent: bool) -> list[tuple[Tensor, Tensor]]:
@@ -431,9 +215,9 @@ def _differentiable(
     end = _NoThird.apply(*others) if others else None
     if not places or (end is None and (penalty is None or not penalty.requires_grad)):
         return list(grads)
-    found = _Linear.apply(ctx, places, penalty, end, *(grads[i] for i in places))
+    attached = _Linear.apply(ctx, places, penalty, end, *(grads[i] for i in places))
     result: list[Tensor | None] = [None] * len(grads)
-    for i, g in zip(places, found, strict=True):  # type: ignore[call-overload]
+    for i, g in zip(places, attached, strict=True):  # type: ignore[call-overload]
         result[i] = g
     return result
 
@@ -476,10 +260,10 @@ def _paired(
     with no_autocast():
         weights = program.penalty.unreduce(seed, bridge.batch)
         none = dict.fromkeys(program.plan.outputs)
-        found = program.last(bridge.state, bridge.job.extra, none, weights, keep=True)
+        gradients = program.last(bridge.state, bridge.job.extra, none, weights, keep=True)
     total = seed.new_zeros(())
     for i, c in zip(places, along, strict=True):
-        g = found[i]
+        g = gradients[i]
         if g is not None and c is not None:
             total = total + (g.conj() * c).real.sum().to(seed.dtype)
     return total
@@ -499,3 +283,138 @@ class _NoThird(torch.autograd.Function):
             "torch.autograd.grad(…, weight). For all else use stock autograd (create_graph=True) "
             "on the network itself"
         )
+
+
+# ----------------------------------------------------------------------- several processes
+#
+# DistributedDataParallel averages gradients over processes in the backward pass that follows its
+# own forward. An `accumulate` is no forward of DDP's, so that its reducer sleeps, and parameters
+# would drift apart. So the average is taken here, over the same parameters, in the same process
+# group, and not inside `ddp.no_sync()`.
+
+BUCKET = 64 * 2**20  # bytes that are averaged at a time
+_VERDICT = "doubleback: who averages this gradient"
+
+
+def several() -> bool:
+    """Whether this process trains together with others."""
+    there = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return there and torch.distributed.get_world_size() > 1
+
+
+def refuse_inside_forward() -> None:
+    """Inside DDP's forward nothing can be averaged: it waits for a backward pass of its own."""
+    if getattr(DistributedDataParallel, "_active_ddp_module", None) is not None:
+        raise InputError(
+            "accumulate inside the forward of a DistributedDataParallel: its gradients would not "
+            "be averaged. Call accumulate outside, on the model that DDP wraps (it averages them), "
+            "or return model(x, …) from that forward and call backward()"
+        )
+
+
+def average(tensors: Iterable[Tensor]) -> None:
+    """Average the `.grad`s of all parameters of each DDP that one of the tensors belongs to, or
+    depends on."""
+    for ddp in dict.fromkeys(_managers(list(_leaves(tensors)))):
+        if ddp.require_backward_grad_sync:
+            _refuse(ddp)
+            _average(ddp)
+
+
+def _leaves(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+    inner = []
+    for t in tensors:
+        if t.is_leaf:
+            yield t
+        else:
+            inner.append(t)
+    for node in behind(inner):
+        leaf = getattr(node, "variable", None)
+        if leaf is not None:
+            yield leaf
+
+
+def _managers(leaves: Sequence[Tensor]) -> Iterator[DistributedDataParallel]:
+    """Nothing on a parameter tells its DDP, which however keeps the node alive that adds to its
+    `.grad`. Whose node lives on is looked for among all objects, once, and noted on the node."""
+    unknown = [t for t in leaves if t.requires_grad and _lives_on(t) and not _known(t)]
+    if unknown:
+        wrappers = [o for o in gc.get_objects() if issubclass(type(o), DistributedDataParallel)]
+        owner = {id(p): weakref.ref(ddp) for ddp in wrappers for p in ddp._module_parameters}
+        for t in unknown:
+            _notes(t)[_VERDICT] = owner.get(id(t), _nobody)
+    for t in leaves:
+        if t.requires_grad:
+            ddp = _notes(t).get(_VERDICT, _nobody)()
+            if ddp is not None:
+                yield ddp
+
+
+def _nobody() -> None:
+    return None
+
+
+def _notes(t: Tensor) -> dict[Any, Any]:
+    """What can be noted on the node that adds to `t.grad`, as long as it lives."""
+    return get_gradient_edge(t).node.metadata  # type: ignore[return-value]
+
+
+def _known(t: Tensor) -> bool:
+    return _notes(t).get(_VERDICT, True) is not True
+
+
+def _lives_on(t: Tensor) -> bool:
+    notes = _notes(t)
+    if _VERDICT not in notes:
+        notes[_VERDICT] = True  # not looked for yet
+    del notes
+    return _VERDICT in _notes(t)
+
+
+def _refuse(ddp: DistributedDataParallel) -> None:
+    hooks, joins = bool(ddp._comm_hooks), ddp._join_config.enable
+    if hooks or joins or ddp.mixed_precision is not None:
+        what = "a communication hook" if hooks else "join()" if joins else "mixed_precision"
+        raise InputError(
+            f"accumulate under a DistributedDataParallel with {what}, which it knows nothing of; "
+            "call the wrapped model and backward()"
+        )
+
+
+def _average(ddp: DistributedDataParallel) -> None:
+    """grad ← mean over processes; one that is absent here counts as zero. One that is absent
+    everywhere stays so with `find_unused_parameters`, and is zero without, as there nobody asks."""
+    parameters = [p for p in ddp._module_parameters if p.requires_grad]
+    group = ddp.process_group
+    used: Sequence[Any] = [True] * len(parameters)
+    if ddp.find_unused_parameters and parameters:
+        here = [int(p.grad is not None) for p in parameters]
+        flags = torch.tensor(here, dtype=torch.int32, device=parameters[0].device)
+        torch.distributed.all_reduce(flags, torch.distributed.ReduceOp.MAX, group=group)
+        used = flags.tolist()
+    chosen = [p for p, on in zip(parameters, used, strict=True) if on]
+    with torch.no_grad():
+        for p in chosen:
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+        for bucket in _buckets([p.grad for p in chosen]):  # type: ignore[misc]
+            flat = torch.cat([g.reshape(-1) for g in bucket])
+            torch.distributed.all_reduce(flat, group=group)
+            flat /= torch.distributed.get_world_size(group)
+            for g, part in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
+                g.copy_(part.view(g.shape))
+
+
+def _buckets(grads: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Neighbours of one dtype and device, so many that they are worth a message."""
+    bucket: list[Tensor] = []
+    size = 0
+    for g in grads:
+        alike = not bucket or (g.dtype, g.device) == (bucket[0].dtype, bucket[0].device)
+        if bucket and (not alike or size > BUCKET):
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(g)
+        size += g.numel() * g.element_size()
+    if bucket:
+        yield bucket

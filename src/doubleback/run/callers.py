@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -19,8 +19,8 @@ from torch import Tensor
 from .. import sweeps
 from .._torch import pytree
 from ..errors import InputError, StaleGraphError
-from .bridge import First, Program, join
 from .flattening import Replay
+from .program import First, FlattenedProgram, FourSweeps, Step, join
 from .state import behind
 
 
@@ -43,10 +43,18 @@ class Called:
 
 
 @dataclass(frozen=True, eq=False)
-class CallersProgram(Program):
+class CallersProgram(FourSweeps):
     """The four sweeps around functions that are not ours."""
 
+    no_graph: ClassVar[str | None] = (
+        "a loss or penalty of your own is Python that a CUDA graph would not call again; use a "
+        "built-in loss and norm"
+    )
+
     replay: Replay = field(default_factory=lambda: Replay(False, None), kw_only=True)
+
+    def to_price(self, replay: Replay) -> FlattenedProgram:
+        return FlattenedProgram(FourSweeps(self.plan, self.penalty, asked=self.asked), replay)
 
     def first(self, leaves: Mapping[int, Tensor], extra: Sequence[Any], keep: bool = True) -> First:
         self.replay.tick()
@@ -162,9 +170,9 @@ class CallersProgram(Program):
             watch = sweeps.finite_watch(plan) if self.debug else None
             values, saved, start = nested
             inner = sweeps.State(dict(values), dict(saved))
-            found = sweeps.second(plan, inner, dict(start), watch=watch)
+            swept = sweeps.second(plan, inner, dict(start), watch=watch)
             return [
-                self._usual(found[v]) if v in plan.trained and v in found else None
+                self._usual(swept[v]) if v in plan.trained and v in swept else None
                 for v in (*plan.penalised, *plan.effective)
             ]
 
@@ -179,7 +187,7 @@ class CallersProgram(Program):
         loss: Any,
         target: Any,
         weight: Tensor | None,
-    ) -> tuple[list[Tensor], Tensor, Tensor, list[Tensor | None], dict[int, Tensor]]:
+    ) -> Step:
         self.replay.tick()
         outputs, mutated, values, saved = self._forward(leaves)
         plan, penalty = self.plan, self.penalty
@@ -230,7 +238,7 @@ def _pulled(
     if not end.requires_grad:
         return [None] * len(leaves), [None] * len(asked)
     try:
-        found = torch.autograd.grad(
+        pulled = torch.autograd.grad(
             end, [*leaves, *asked], along.to(end.dtype), retain_graph=keep, allow_unused=True
         )
     except RuntimeError as error:
@@ -240,7 +248,7 @@ def _pulled(
                 f"change a copy, or run forward again ({error})"
             ) from error
         raise
-    return list(found[: len(leaves)]), list(found[len(leaves) :])
+    return list(pulled[: len(leaves)]), list(pulled[len(leaves) :])
 
 
 def refuse_others(what: str, result: Tensor, *own: Tensor) -> None:

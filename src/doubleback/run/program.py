@@ -1,0 +1,680 @@
+"""The sweeps of a plan with a penalty, as functions of tensors: a `Program`. Its sweeps run node by
+node (`FourSweeps`), or by flat graphs: for the sizes of one call (`FlattenedProgram`), or for all
+sizes (`OpenProgram`)."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from .. import sweeps
+from .._torch import pytree
+from ..graph import Node
+from ..kernels import taps_first
+from ..plan import Plan
+from ..rules import add
+from .flattening import Family, Flat, Input, Pack, Replay, Variant, put
+
+Step = tuple[list[Tensor], Tensor, Tensor, list[Tensor | None], dict[int, Tensor]]
+
+
+class First(NamedTuple):
+    """What the first two sweeps yield: outputs, penalty per example, buffers to write, and what
+    the last two will need."""
+
+    outputs: list[Tensor]
+    values: Tensor
+    mutated: dict[int, Tensor]
+    state: Any
+
+
+class Program(Protocol):
+    """What computes a network's outputs with a penalty, and the gradients of both.
+
+    leaves: the graph's values that the sweeps start from, by number; extra: the penalty's own
+    arguments.
+    """
+
+    @property
+    def plan(self) -> Plan: ...
+
+    @property
+    def penalty(self) -> Any: ...
+
+    @property
+    def prelude(self) -> Sequence[Node]:
+        """What runs before the sweeps, under autograd."""
+        ...
+
+    @property
+    def decision(self) -> Any:
+        """Why it sweeps a Jacobian as it does; None where nothing was to be decided."""
+        ...
+
+    @property
+    def pulls(self) -> tuple[int, int] | None:
+        """Directions that are swept one by one, and backward sweeps by which each is found before;
+        None where v is one direction."""
+        ...
+
+    @property
+    def no_graph(self) -> str | None:
+        """Why a CUDA graph cannot hold it."""
+        ...
+
+    @property
+    def for_one_call(self) -> bool:
+        """Whether it is made anew at every call, which takes no time."""
+        ...
+
+    def first(self, leaves: Mapping[int, Tensor], extra: Sequence[Any], keep: bool = True) -> First:
+        """Forward and backward sweep. `keep`: for a `last` to come."""
+        ...
+
+    def last(
+        self, state: Any, extra: Sequence[Any], grad_outputs: Mapping[int, Tensor | None],
+        grad_values: Any, keep: bool = False,
+    ) -> list[Tensor | None]:  # fmt: skip
+        """Tangent and second sweep: gradients of the penalised inputs, of the effective parameters
+        and of those of the penalty's own tensors that ask for one. state: what `first` left;
+        grad_outputs, grad_values: what arrived at the outputs, by number, and at the values."""
+        ...
+
+    def step(
+        self, leaves: Mapping[int, Tensor], extra: Sequence[Any], loss: Any, target: Any,
+        weight: Tensor | None,
+    ) -> Step:  # fmt: skip
+        """All four sweeps: (outputs, loss, penalty, gradients of loss + weight·penalty,
+        buffers)."""
+        ...
+
+    def results(self, values: Any) -> tuple[Tensor, ...]:
+        """What is handed out of the values."""
+        ...
+
+    def along(self, grads: Sequence[Tensor | None], batch: int) -> Any:
+        """What arrived at the values, from what arrived at the results; None for nothing."""
+        ...
+
+    def to_price(self, replay: Replay) -> Program:
+        """The same program, to be run once on tensors without numbers: nothing is checked and
+        nothing carried on. replay: flat graphs for it, where it has any."""
+        ...
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a penalty makes its program for.
+
+    plan(): the plan at this call's sizes; asked: the places of those among the penalty's own
+    tensors that ask for a gradient; replay: flat graphs for parts of the program; carried: what
+    earlier calls left for later ones; known: whether no loss beside the penalty is a caller's code;
+    whole(make): the program `make(plan)`, with all of its sweeps flattened together.
+    """
+
+    plan: Callable[[], Plan]
+    asked: tuple[int, ...]
+    debug: bool
+    replay: Replay
+    carried: dict[Any, Tensor]
+    known: bool
+    whole: Callable[[Callable[[Plan], FourSweeps]], Program]
+
+
+# ----------------------------------------------------------------------------- node by node
+
+
+@dataclass(frozen=True, eq=False)
+class FourSweeps:
+    """The sweeps of one plan with its penalty, as functions of tensors.
+
+    asked: the places of those tensors among the penalty's flattened extras that ask for a gradient.
+    """
+
+    no_graph = None
+    for_one_call = False
+    decision = None
+    pulls = None
+
+    plan: Plan
+    penalty: Any
+    debug: bool = False
+    asked: tuple[int, ...] = field(default=(), kw_only=True)
+
+    @property
+    def prelude(self) -> Sequence[Node]:
+        """What runs before the sweeps, under autograd."""
+        return self.plan.prelude
+
+    def to_price(self, replay: Any) -> Any:
+        """The same program, to be run once on tensors without numbers: nothing is checked and
+        nothing carried on. replay: flat graphs for it, where it has any."""
+        return replace(self, debug=False)
+
+    def first(self, leaves: Mapping[int, Tensor], extra: Sequence[Any], keep: bool = True) -> First:
+        """Forward and backward sweep. `keep`: for a `last` to come."""
+        plan, penalty = self.plan, self.penalty
+        watch = sweeps.finite_watch(plan) if self.debug else None
+        state = sweeps.forward(plan, self._laid_out(leaves), watch)
+        outputs = [self._usual(state.values[v]) for v in plan.outputs]
+        mutated = {name: state.values[v] for name, v in plan.mutations.items()}
+        seed = penalty.seed(state.values[plan.target], *extra)
+        rows = self._rows(seed, plan.target)
+        xi = sweeps.backward(plan, state, seed, keep=keep, watch=watch, seeds=rows)
+        front = () if rows is None else (rows,)
+        xi = [
+            leaves[v].new_zeros(*front, *leaves[v].shape) if u is None else u
+            for v, u in zip(plan.penalised, xi, strict=True)
+        ]
+        values = self._measured(state, xi, extra)
+        return First(outputs, values, mutated, state if keep else None)
+
+    def _rows(self, t: Tensor, value: int) -> int | None:
+        """How many cotangents or tangents t holds along an axis in front of those that the value
+        has; None for one, without such an axis."""
+        return None
+
+    def _measured(self, state: sweeps.State, xi: list[Tensor], extra: Sequence[Any]) -> Any:
+        """p per example; what the tangents will start from goes into the state."""
+        values, state.q0 = self.penalty.measure(xi, *extra)
+        if self.asked or self.penalty.coupled:
+            state.xi[sweeps.INPUTS] = xi
+        return values
+
+    def _start(self, state: sweeps.State, along: Any, extra: Sequence[Any]) -> dict[int, Tensor]:
+        """q₀ at each penalised input, for what arrived at the values."""
+        xi = state.xi.get(sweeps.INPUTS, ())
+        q0 = self.penalty.weighted(state.q0, xi, along, *extra)
+        return dict(zip(self.plan.penalised, q0, strict=True))
+
+    def results(self, values: Any) -> tuple[Tensor, ...]:
+        """What is handed out of the values."""
+        return (self.penalty.reduce(values),)
+
+    def along(self, grads: Sequence[Tensor | None], batch: int) -> Any:
+        """What arrived at the values, from what arrived at the results; None for nothing."""
+        return None if grads[0] is None else self.penalty.unreduce(grads[0], batch)
+
+    def last(
+        self,
+        state: sweeps.State,
+        extra: Sequence[Any],
+        grad_outputs: Mapping[int, Tensor | None],
+        grad_values: Tensor | None,
+        keep: bool = False,
+    ) -> list[Tensor | None]:
+        """Tangent and second sweep: gradients of the penalised inputs, of the effective
+        parameters, and of what is `asked`.
+
+        With q₀ = ḡ⊙∇p and h the tangent of the output, the second sweep starts from the
+        outputs' gradients plus the head (∂v/∂out)* h plus the curvature sources.
+        """
+        plan, penalty = self.plan, self.penalty
+        watch = sweeps.finite_watch(plan) if self.debug else None
+        gamma: dict[int, Tensor] = {}
+        own: list[Tensor | None] = [None] * len(self.asked)
+        if grad_values is not None:
+            xi = state.xi.get(sweeps.INPUTS, ())
+            start = self._start(state, grad_values, extra)
+            if not keep:
+                state.q0 = []
+            rows = next((self._rows(q, v) for v, q in start.items()), None)
+            h, gamma = sweeps.tangent(plan, state, start, keep=keep, watch=watch, seeds=rows)
+            if self.asked:
+                out = state.values[plan.target]
+                own = penalty.pull(self.asked, out, h, xi, grad_values, *extra)
+            if plan.needs_head_tangent and h is not None and plan.target in plan.trained:
+                head = penalty.head(state.values[plan.target], h, *extra)
+                join(gamma, plan.target, head)
+        for v, grad in grad_outputs.items():
+            if v in plan.trained:
+                join(gamma, v, grad)
+        gamma = sweeps.second(plan, state, gamma, keep=keep, watch=watch)
+        swept = [
+            self._usual(gamma[v]) if v in plan.trained and v in gamma else None
+            for v in (*plan.penalised, *plan.effective)
+        ]
+        return [*swept, *own]
+
+    def _laid_out(self, leaves: Mapping[int, Tensor]) -> Mapping[int, Tensor]:
+        """Images and filters in the layouts of the plan."""
+        plan = self.plan
+        if not plan.channels_last and not plan.taps_first:
+            return leaves
+        laid = dict(leaves)
+        for v, t in leaves.items():
+            if v in plan.channels_last:
+                laid[v] = t.contiguous(memory_format=torch.channels_last)
+            elif v in plan.taps_first:
+                laid[v] = taps_first(t)
+        return laid
+
+    def _usual(self, t: Tensor) -> Tensor:
+        """Back to the usual layout."""
+        laid = self.plan.channels_last or self.plan.taps_first
+        return t.contiguous() if laid and t.dim() == 4 else t
+
+    def step(
+        self,
+        leaves: Mapping[int, Tensor],
+        extra: Sequence[Any],
+        loss: Any,
+        target: Any,
+        weight: Tensor | None,
+    ) -> Step:
+        """All four sweeps: (outputs, loss, penalty, gradients of loss + weight·penalty, buffers).
+
+        The loss is the mean over the rows of the output, the penalty is reduced over those of the
+        penalised input: of a network from atoms to molecules, one loss per molecule and one
+        penalty per atom. Without a weight this is a plain training step: forward and second sweep
+        alone.
+        """
+        plan, penalty = self.plan, self.penalty
+        values = None
+        if weight is None:
+            state = sweeps.forward(plan, self._laid_out(leaves))
+            outputs = [self._usual(state.values[v]) for v in plan.outputs]
+            mutated = {name: state.values[v] for name, v in plan.mutations.items()}
+        else:
+            outputs, values, mutated, state = self.first(leaves, extra)
+            assert state is not None
+        out = state.values[plan.target]
+        loss_value, grad_out = loss_gradient(penalty, loss, out, target, extra)
+        grad_values = None
+        penalty_value = torch.zeros((), device=out.device)
+        if values is not None and weight is not None:
+            penalty_value = penalty.reduce(values)
+            per_value = weight.to(values.dtype).expand_as(values)
+            mean = penalty.reduction == "mean"
+            grad_values = per_value / values.numel() if mean else per_value
+        grads = self.last(state, extra, {plan.target: grad_out}, grad_values)
+        return outputs, loss_value, penalty_value, grads, mutated
+
+
+def loss_gradient(
+    penalty: Any, loss: Any, out: Tensor, target: Any, extra: Sequence[Any]
+) -> tuple[Tensor, Tensor | None]:
+    """(the mean of the losses, its gradient in the output)."""
+    if loss is None:
+        return torch.zeros((), device=out.device), None
+    losses = loss.values(out, target)
+    gradient = penalty.seed(out, *extra) if penalty.shares(loss) else loss.gradient(out, target)
+    return losses.mean(), gradient / losses.numel()
+
+
+def join(gamma: dict[int, Tensor], value: int, grad: Tensor | None) -> None:
+    if grad is not None:
+        gamma[value] = add(gamma.get(value), grad)  # type: ignore[assignment]
+
+
+@dataclass(frozen=True, eq=False)
+class GradientProgram(FourSweeps):
+    """The sweeps of a network that returns ξ₀ = J*v itself: one value for each penalised input, and
+    what arrives there is q₀. `penalty` is what knows v; where there are several, ξ₀ and q₀ have
+    one row for each."""
+
+    def _rows(self, t: Tensor, value: int) -> int | None:
+        meta = self.plan.graph.values[value]
+        assert meta is not None
+        return t.shape[0] if t.dim() > len(meta.shape) else None
+
+    def _measured(self, state: sweeps.State, xi: list[Tensor], extra: Sequence[Any]) -> Any:
+        held = {t.untyped_storage()._cdata for t in pytree.tree_leaves((state.values, state.xi))
+                if isinstance(t, Tensor)}  # fmt: skip
+        # a copy of what is held: it is the caller's, who may write to it
+        return [
+            u.clone() if u.untyped_storage()._cdata in held else u for u in map(self._usual, xi)
+        ]
+
+    def _start(self, state: sweeps.State, along: Any, extra: Sequence[Any]) -> dict[int, Tensor]:
+        metas = self.plan.graph.values
+        return {
+            v: q.to(metas[v].dtype)  # type: ignore[union-attr]
+            for v, q in zip(self.plan.penalised, along, strict=True)
+            if q is not None
+        }
+
+    def results(self, values: Any) -> tuple[Tensor, ...]:
+        return tuple(values)
+
+    def along(self, grads: Sequence[Tensor | None], batch: int) -> Any:
+        return None if all(g is None for g in grads) else list(grads)
+
+
+# --------------------------------------------------------------------------- by flat graphs
+
+
+@dataclass
+class FlatState:
+    """What passes from a flat `first` to a flat `last`: the tensors of a `sweeps.State`.
+
+    graphs: where both graphs are kept; numbers: the open sizes; leaves: how many inputs of `first`
+    were values of the network's graph.
+    """
+
+    tensors: list[Tensor]
+    flat: Flat
+    key: Any
+    graphs: Any
+    numbers: tuple
+    leaves: int
+
+    def rebuild(self, tensors: Sequence[Tensor]) -> sweeps.State:
+        """The nested state, as the trace of `first` left it."""
+        values = iter(tensors)
+        leaves = (x[0] if isinstance(x, tuple) else next(values) for x in self.flat.leaves)
+        return sweeps.State(*put(self.flat.spec, leaves)[-1])
+
+
+class FlatProgram(ABC):
+    """A program whose sweeps run by flat graphs, once there are any."""
+
+    no_graph: ClassVar[str | None] = None
+    for_one_call: ClassVar[bool] = False
+    decision = None
+    pulls = None
+
+    @property
+    @abstractmethod
+    def program(self) -> Any:
+        """The one whose sweeps run node by node."""
+
+    @property
+    @abstractmethod
+    def plan(self) -> Plan: ...
+
+    @abstractmethod
+    def _enter(self, leaves: Mapping[int, Tensor], *rest: Any) -> tuple[Any, Pack] | None:
+        """Count a call: (where its flat graphs are, its arguments packed), None where the sweeps
+        run node by node."""
+
+    @abstractmethod
+    def _arrived(
+        self, state: FlatState, extra: tuple, grads: dict[int, Tensor], values: Any
+    ) -> Pack:
+        """The arguments of `last`, packed."""
+
+    @abstractmethod
+    def _flat(
+        self, graphs: Any, key: Any, run: Callable[[Any, Sequence[Tensor]], Any], given: Pack,
+        state: FlatState | None = None, pass_inputs: bool = False,
+    ) -> Flat | None:  # fmt: skip
+        """The flat graph of `run(program, tensors)`; tensors: those given and those of the state.
+        None where the sweeps cannot be flattened."""
+
+    def to_price(self, replay: Replay) -> FlattenedProgram:
+        return FlattenedProgram(self.program, replay)
+
+    def first(self, leaves: Mapping[int, Tensor], extra: Sequence[Any], keep: bool = True) -> First:
+        entered = self._enter(leaves, tuple(extra))
+        if entered is None:
+            return self.program.first(leaves, extra, keep)
+        graphs, given = entered
+        plan = self.plan
+
+        def run(program: Any, tensors: Sequence[Tensor]) -> Any:
+            values, more = given.rebuild(tensors)
+            outputs, measured, mutated, state = program.first(values, more, keep)
+            kept = (state.values, state.saved, state.xi, state.q0) if keep else ()
+            # clones: what the caller receives is not to alias an input or what is kept
+            outputs = [_fresh(t, tensors) for t in outputs]
+            written = [_fresh(mutated[n], tensors) for n in plan.mutations]
+            return (outputs, measured, written), kept
+
+        key = ("first", keep, given.key)
+        flat = self._flat(graphs, key, run, given, pass_inputs=True)
+        if flat is None:
+            return self.program.first(leaves, extra, keep)
+        here = given.tensors
+        results = flat.launch([*given.numbers, *here])
+        tensors = [
+            here[x.number] if isinstance(x, Input) else results[x]
+            for x in flat.leaves
+            if not isinstance(x, tuple)
+        ]
+        outputs, values, mutated = _split(plan, flat.spec, tensors)
+        state = None
+        if keep:
+            state = FlatState(tensors, flat, key, graphs, given.numbers, len(leaves))
+        return First(outputs, values, mutated, state)
+
+    def last(
+        self,
+        state: Any,
+        extra: Sequence[Any],
+        grad_outputs: Mapping[int, Tensor | None],
+        grad_values: Any,
+        keep: bool = False,
+    ) -> list[Tensor | None]:
+        if not isinstance(state, FlatState):
+            return self.program.last(state, extra, grad_outputs, grad_values, keep)
+        grads = {v: g for v, g in grad_outputs.items() if g is not None}
+        given = self._arrived(state, tuple(extra), grads, grad_values)
+        here = len(given.tensors)
+
+        def run(program: Any, tensors: Sequence[Tensor]) -> Any:
+            more, seeds, weights = given.rebuild(tensors[:here])
+            return program.last(state.rebuild(tensors[here:]), more, seeds, weights)
+
+        flat = self._flat(state.graphs, ("last", state.key, given.key), run, given, state)
+        if flat is None:
+            whole = state.rebuild(state.tensors)
+            return self.program.last(whole, extra, grad_outputs, grad_values, keep)
+        tensors = [*state.numbers, *given.tensors, *state.tensors]
+        if not keep:
+            state.tensors.clear()
+        return flat(tensors)
+
+    def step(
+        self,
+        leaves: Mapping[int, Tensor],
+        extra: Sequence[Any],
+        loss: Any,
+        target: Any,
+        weight: Tensor | None,
+    ) -> Step:
+        entered = self._enter(leaves, tuple(extra), target, weight)
+        if entered is None:
+            return self.program.step(leaves, extra, loss, target, weight)
+        graphs, given = entered
+
+        def run(program: Any, tensors: Sequence[Tensor]) -> Any:
+            values, more, y, by = given.rebuild(tensors)
+            return program.step(values, more, loss, y, by)
+
+        key = ("step", None if loss is None else loss.fingerprint(), given.key)
+        flat = self._flat(graphs, key, run, given)
+        if flat is None:
+            return self.program.step(leaves, extra, loss, target, weight)
+        return flat([*given.numbers, *given.tensors])
+
+
+class FlattenedProgram(FlatProgram):
+    """By flat graphs for the sizes of its own calls, kept in `replay`."""
+
+    def __init__(self, program: Program, replay: Replay) -> None:
+        self._program = program
+        self.replay = replay
+
+    @property
+    def program(self) -> Program:
+        return self._program
+
+    @property
+    def plan(self) -> Plan:
+        return self._program.plan
+
+    @property
+    def prelude(self) -> Sequence[Any]:
+        return self._program.prelude
+
+    @property
+    def penalty(self) -> Any:
+        return self._program.penalty
+
+    def results(self, values: Any) -> tuple[Tensor, ...]:
+        return self._program.results(values)
+
+    def along(self, grads: Sequence[Tensor | None], batch: int) -> Any:
+        return self._program.along(grads, batch)
+
+    def _enter(self, leaves: Mapping[int, Tensor], *rest: Any) -> tuple[Any, Pack] | None:
+        return (self.replay, Pack((dict(leaves), *rest))) if self.replay.tick() else None
+
+    def _arrived(
+        self, state: FlatState, extra: tuple, grads: dict[int, Tensor], values: Any
+    ) -> Pack:
+        return Pack((extra, grads, values))
+
+    def _flat(
+        self, graphs: Replay, key: Any, run: Callable[[Any, Sequence[Tensor]], Any], given: Pack,
+        state: FlatState | None = None, pass_inputs: bool = False,
+    ) -> Flat | None:  # fmt: skip
+        tensors = given.tensors if state is None else given.tensors + state.tensors
+        return graphs.get(key, partial(run, self._program), tensors, pass_inputs)
+
+
+class _OpenPack(Pack):
+    """The tensors that a flat graph for all sizes takes: those of the graph's values `leaves`
+    first, then others, whose sizes are numbers of their own."""
+
+    def __init__(self, family: Family, own: tuple, leaves: Mapping[int, Tensor], rest: Any) -> None:
+        super().__init__((dict(leaves), *rest))
+        self.leaf_values = list(leaves)
+        self.open = [family.is_open(v) for v in leaves]
+        self.tensors = [
+            t.contiguous() if i >= len(self.open) or self.open[i] else t
+            for i, t in enumerate(self.tensors)
+        ]
+        self.rest = self.tensors[len(self.open) :]
+        self.numbers = (*own, *(n for t in self.rest for n in t.shape))
+
+    @property
+    def key(self) -> Any:
+        """What a graph depends on besides open sizes."""
+        closed = [
+            (t.shape, t.stride(), t.dtype) if not open_ else (t.dim(), t.dtype)
+            for t, open_ in zip(self.tensors, self.open, strict=False)
+        ]
+        rest = [(t.dim(), t.dtype) for t in self.rest]
+        return self.structure, tuple(self.places), tuple(self.others), tuple(closed), tuple(rest)
+
+    def stand_ins(self, variant: Variant) -> list[Tensor]:
+        """The same without numbers."""
+        shapes: list[Any] = [variant.metas[v].shape for v in self.leaf_values]
+        sizes = iter(variant.numbers[len(variant.family.graph.symbols) :])
+        shapes += [tuple(next(sizes) for _ in t.shape) for t in self.rest]
+        return [variant.like(t, shape) for t, shape in zip(self.tensors, shapes, strict=True)]
+
+
+class _OpenGradients(Pack):
+    """What a flat `last` for all sizes takes: the penalty's own arguments, and what arrived at the
+    outputs and values of the `first` that left `state`."""
+
+    def __init__(
+        self, state: FlatState, extra: tuple, grads: dict, values: Any, plan: Plan
+    ) -> None:
+        grads = {v: g.contiguous() for v, g in grads.items()}
+        if isinstance(values, Tensor):
+            values = values.contiguous()
+        elif values is not None:
+            values = [None if g is None else g.contiguous() for g in values]
+        super().__init__((extra, grads, values))
+        self.state, self.grads, self.plan = state, grads, plan
+        self.values = [values] if isinstance(values, Tensor) else values or []
+
+    @property
+    def key(self) -> Any:
+        return self.structure, tuple(self.places), tuple(self.others)
+
+    def stand_ins(self, variant: Variant) -> list[Tensor]:
+        """The same without numbers, and the state of `first`."""
+        flat = self.state.flat
+        own = [variant.like(g, variant.metas[v].shape) for v, g in self.grads.items()]
+        measured = flat.results[len(self.plan.outputs) :]
+        own += [
+            variant.like(g, like.shape)
+            for g, like in zip(self.values, measured, strict=False)
+            if g is not None
+        ]
+        return [*flat.inputs[self.state.leaves :], *own, *flat.results]
+
+
+@dataclass(frozen=True, eq=False)
+class OpenProgram(FlatProgram):
+    """One call's program, by flat graphs for all sizes, which its family keeps.
+
+    numbers: of the open graph's symbols in this call; make(): the program at these, for sweeps that
+    run node by node.
+    """
+
+    no_graph: ClassVar[str | None] = (
+        "sizes change from call to call, and a CUDA graph holds the memory of one; keep them the "
+        "same (the last batch too: drop_last=True)"
+    )
+    for_one_call: ClassVar[bool] = True
+
+    family: Family
+    numbers: tuple
+    make: Callable[[], Any]
+
+    @cached_property
+    def program(self) -> Any:
+        return self.make()
+
+    @property
+    def plan(self) -> Plan:
+        """At some sizes: which values there are, and what becomes of them, is the same at all."""
+        return self.family.plan
+
+    @property
+    def prelude(self) -> Sequence[Node]:
+        return self.family.prelude_at(self.numbers)
+
+    @property
+    def penalty(self) -> Any:
+        return self.family.reference.penalty
+
+    def results(self, values: Any) -> tuple[Tensor, ...]:
+        return self.family.reference.results(values)
+
+    def along(self, grads: Sequence[Tensor | None], batch: int) -> Any:
+        return self.family.reference.along(grads, batch)
+
+    def _enter(self, leaves: Mapping[int, Tensor], *rest: Any) -> tuple[Any, Pack] | None:
+        given = _OpenPack(self.family, self.numbers, leaves, rest)
+        variant = self.family.variant(given.numbers)
+        return None if variant is None else (variant, given)
+
+    def _arrived(
+        self, state: FlatState, extra: tuple, grads: dict[int, Tensor], values: Any
+    ) -> Pack:
+        return _OpenGradients(state, extra, grads, values, self.plan)
+
+    def _flat(
+        self, graphs: Variant, key: Any, run: Callable[[Any, Sequence[Tensor]], Any], given: Any,
+        state: FlatState | None = None, pass_inputs: bool = False,
+    ) -> Flat | None:  # fmt: skip
+        return graphs.get(key, run, partial(given.stand_ins, graphs), pass_inputs)
+
+
+def _split(plan: Plan, spec: Any, tensors: Sequence[Tensor]) -> tuple[list, Any, dict]:
+    """(outputs, values, buffers to write) from the flat results of a `first`, whose nested form is
+    ((outputs, values, buffers), state)."""
+    several = spec[2][0][2][1]  # the structure of the values; None: one tensor
+    start = len(plan.outputs)
+    end = start + (1 if several is None else len(several[2]))
+    values = tensors[start] if several is None else list(tensors[start:end])
+    written = tensors[end : end + len(plan.mutations)]
+    return list(tensors[:start]), values, dict(zip(plan.mutations, written, strict=True))
+
+
+def _fresh(result: Tensor, given: Sequence[Tensor]) -> Tensor:
+    """An output that is an input unchanged, as a copy."""
+    return result.clone() if any(result is t for t in given) else result
