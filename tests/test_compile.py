@@ -706,7 +706,7 @@ def test_training_is_stock_s():
 
 
 @pytest.mark.skipif(
-    torch.__version__ < (2, 13), reason="TorchDynamo before 2.13 crashes where two threads capture"
+    torch.__version__ < "2.13", reason="TorchDynamo before 2.13 crashes where two threads capture"
 )
 def test_two_threads():
     net = mlp()

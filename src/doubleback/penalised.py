@@ -506,6 +506,9 @@ def accumulate_on_autograd(
     return result, value, penalty
 
 
+Cotangent = str | int | tuple[int, ...] | Callable[[Tensor], Tensor]
+
+
 class WithGradient(CapturedModule):
     """`out, gradient = WithGradient(net)(x, …)`, both differentiable.
 
