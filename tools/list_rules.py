@@ -22,7 +22,7 @@ This page is written by `tools/list_rules.py` from the records of the last full 
 """  # noqa: E501
 NETWORKS = """## Networks
 
-{families} families of networks that others wrote, each in a tiny size with random weights, in float64, in training and in evaluation: {runs} runs of three training steps, so that the sweeps run node by node and as flat graphs. Output, penalty, the gradient of every parameter and of the input, and every buffer are compared with stock autograd's double backward under `Penalised`, `accumulate` and `db.patch()`. {agrees} of {runs} agree, to 1e-10 or to a hundred times what a change in the last digits of the input does; {captured} are captured ({share:.0f} %), the others run on autograd, and are right there too. `make test-zoo` runs them; the record is `benchmarks/results/zoo.json` ({date}).
+{families} families of networks that others wrote, each in a tiny size with random weights, in float64, in training and in evaluation: {runs} runs of two or three training steps, node by node and, in training, as flat graphs. Output, penalty, the gradient of every parameter and of the input, and every buffer are compared with stock autograd's double backward under `Penalised`, `accumulate` and `db.patch()`. {agrees} of {runs} agree, to 1e-10 or to a hundred times what a change in the last digits of input and parameters does (float32's, where a network computes in float32 by name); {captured} are captured ({share:.0f} %), the others run on autograd, and are right there too. `make test-zoo` runs them; the record is `benchmarks/results/zoo.json` ({date}).
 """  # noqa: E501
 OPERATORS = """## PyTorch's operators
 
@@ -110,10 +110,7 @@ def page() -> str:
         room, name, *_ = str(op).split(".")
         if room == "aten":
             found.setdefault(find_rule(op).structure, set()).add(name)
-    parts = [HEAD]
-    parts += networks() if (RESULTS / "zoo.json").exists() else []
-    parts += operators() if (RESULTS / "operators.json").exists() else []
-    parts.append(RULES)
+    parts = [HEAD, *networks(), *operators(), RULES]
     for structure in Structure:
         names = sorted(found.get(structure, ()))
         if names:

@@ -58,6 +58,12 @@ class Program(Protocol):
         ...
 
     @property
+    def pulls(self) -> tuple[int, int] | None:
+        """Directions that are swept one by one, and backward sweeps by which each is found before;
+        None where v is one direction."""
+        ...
+
+    @property
     def no_graph(self) -> str | None:
         """Why a CUDA graph cannot hold it."""
         ...
@@ -134,6 +140,7 @@ class FourSweeps:
     no_graph = None
     for_one_call = False
     decision = None
+    pulls = None
 
     plan: Plan
     penalty: Any
@@ -357,6 +364,7 @@ class FlatProgram(ABC):
     no_graph: ClassVar[str | None] = None
     for_one_call: ClassVar[bool] = False
     decision = None
+    pulls = None
 
     @property
     @abstractmethod
