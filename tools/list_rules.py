@@ -22,7 +22,7 @@ This page is written by `tools/list_rules.py` from the records of the last full 
 """  # noqa: E501
 NETWORKS = """## Networks
 
-{families} families of networks that others wrote, each in a tiny size with random weights, in float64, in training and in evaluation: {runs} runs of three training steps, so that the sweeps run node by node and as flat graphs. Output, penalty, the gradient of every parameter and of the input, and every buffer are compared with stock autograd's double backward under `Penalised`, `accumulate` and `db.patch()`. {agrees} of {runs} agree, to 1e-10 or to a hundred times what a change in the last digits of the input does; {captured} are captured ({share:.0f} %), the others run on autograd, and are right there too. `make test-zoo` runs them; the record is `benchmarks/results/zoo.json` ({date}).
+{families} families of networks that others wrote, each in a tiny size with random weights, in float64, in training and in evaluation: {runs} runs of two or three training steps, node by node and, in training, as flat graphs. Output, penalty, the gradient of every parameter and of the input, and every buffer are compared with stock autograd's double backward under `Penalised`, `accumulate` and `db.patch()`. {agrees} of {runs} agree, to 1e-10 or to a hundred times what a change in the last digits of input and parameters does (float32's, where a network computes in float32 by name); {captured} are captured ({share:.0f} %), the others run on autograd, and are right there too. The catalogue of `make test-zoo` holds more; what has run is on record in `benchmarks/results/zoo.json` ({date}), which `tools/zoo.py --resume` goes on with.
 """  # noqa: E501
 OPERATORS = """## PyTorch's operators
 
@@ -53,6 +53,8 @@ def networks() -> list[str]:
     parts = [NETWORKS.format(**{**found, "share": share, "date": found["date"][:10]})]
     table = ["| package | version | families | runs | agree | captured |", "| --- " * 6 + "|"]
     for package, counts in found["packages"].items():
+        if not counts["runs"]:
+            continue
         name = package.replace("_", "-")
         numbers = [counts[key] for key in ("families", "runs", "agrees", "captured")]
         cells = [name, found["versions"][name], *map(str, numbers)]
@@ -68,7 +70,9 @@ def networks() -> list[str]:
         parts.append("Not captured, and why:\n")
         items = sorted((sorted(set(names)), why) for why, names in lost.items())
         parts.append("\n".join(f"- {', '.join(n)}: {why}" for n, why in items) + "\n")
-    for package in found["packages"]:
+    for package, counts in found["packages"].items():
+        if not counts["runs"]:
+            continue
         own = sorted({r["network"].partition("/")[2] for r in rows
                       if r["network"].startswith(package + "/")}, key=str.lower)  # fmt: skip
         parts.append(f"**{package.replace('_', '-')}**: {', '.join(own)}\n")
@@ -110,10 +114,7 @@ def page() -> str:
         room, name, *_ = str(op).split(".")
         if room == "aten":
             found.setdefault(find_rule(op).structure, set()).add(name)
-    parts = [HEAD]
-    parts += networks() if (RESULTS / "zoo.json").exists() else []
-    parts += operators() if (RESULTS / "operators.json").exists() else []
-    parts.append(RULES)
+    parts = [HEAD, *networks(), *operators(), RULES]
     for structure in Structure:
         names = sorted(found.get(structure, ()))
         if names:

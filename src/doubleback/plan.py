@@ -383,8 +383,12 @@ def _layouts(
     return held | (filters - depthwise), frozenset(filters & depthwise)
 
 
-# Operators whose derivative PyTorch cannot differentiate: autograd can, under the patch.
-_ONCE = ("aten._embedding_bag", "aten._ctc_loss", "aten.segment_reduce", "torch_nn._linear_cross")
+# Operators whose derivative PyTorch cannot differentiate by itself, or in all its results at once
+# (eigenvectors, whose phase is free): autograd can, under the patch, in what a network uses.
+_ONCE = (
+    "aten._embedding_bag", "aten._ctc_loss", "aten.segment_reduce", "aten.linalg_eig.default",
+    "torch_nn._linear_cross",
+)  # fmt: skip
 
 
 def _check_generic(graph: Graph, step: Step) -> None:
@@ -394,7 +398,7 @@ def _check_generic(graph: Graph, step: Step) -> None:
         return
     if str(step.node.op).startswith(_ONCE):
         raise RuleError(
-            f"PyTorch knows no second derivative of {step.node.op}, and it has no rule of its own "
+            f"the sweeps have no second derivative of {step.node.op}, which has no rule of its own "
             f"({step.node.source})"
         )
     if draws(step.node.op) or draws_untold(graph, step.node):

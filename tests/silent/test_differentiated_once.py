@@ -1,4 +1,4 @@
-"""Operators that PyTorch differentiates once: no error in the midst of backward(), but the patch's
+"""Operators that the sweeps cannot differentiate twice: no error in the midst of backward(), but the patch's
 second derivative, on autograd, and a word about it."""
 
 from __future__ import annotations
@@ -47,7 +47,19 @@ class Spoken(nn.Module):
         return F.ctc_loss(scores, labels, [6] * 4, [2] * 4, reduction="none").unsqueeze(1)
 
 
-@pytest.mark.parametrize("kind", [Bags, Segments, Spoken])
+class Spectrum(nn.Module):
+    """Eigenvalues alone: eigenvectors, computed beside them, have no derivative of their own."""
+
+    def __init__(self):
+        super().__init__()
+        self.matrix = nn.Parameter(torch.randn(6, 6))
+
+    def forward(self, x):
+        found = torch.linalg.eigvals(self.matrix + torch.diag_embed(x))
+        return torch.stack([(found**2).real.sum(1), (found.abs() ** 2).sum(1)], 1)
+
+
+@pytest.mark.parametrize("kind", [Bags, Segments, Spoken, Spectrum])
 def test_its_second_derivative_is_the_patch_s(kind):
     torch.manual_seed(0)
     net, x = kind().double(), torch.randn(4, 6, dtype=torch.float64)

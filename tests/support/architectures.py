@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import time
 import traceback
 import warnings
@@ -166,6 +167,11 @@ class Bench:
                 named[name].copy_(q)
 
 
+def without_paths(text: str) -> str:
+    """Files by what comes after the folder that packages are installed in."""
+    return re.sub(r"/\S*/(?:site-packages|python[\d.]+)/", "", text)
+
+
 class _Dtypes(TorchDispatchMode):
     """Which dtypes occur."""
 
@@ -283,7 +289,7 @@ def compare(bench: Bench) -> dict[str, Any]:
         try:
             found["penalised"] = bench.penalised(model, step)
         except db.CaptureError as error:
-            row |= {"captured": False, "why": " ".join(str(error).split())[:300]}
+            row |= {"captured": False, "why": without_paths(" ".join(str(error).split()))[:300]}
             model.strict = False
             restore(bench.net, start)
             found["penalised"] = bench.penalised(model, step)
