@@ -80,8 +80,9 @@ class Penalised(CapturedModule):
         captured (data-dependent control flow, operators that wait for the device) runs without,
         and it is said once why.
     recompute: compute cotangents again, where that takes no product, instead of holding them from
-        the backward to the tangent sweep: less memory for a little more time (how it works,
-        docs/how-it-works.md). None: yes, unless `compile` is asked for.
+        the backward to the tangent sweep; with `compile`, all that norms and activations compute:
+        less memory for a little more time (docs/how-it-works.md). None: yes, unless `compile` is
+        asked for.
     sweeps: False: autograd computes everything; True: sweeps wherever the network can be captured;
         None: on a CPU, from the second call on, whichever is quicker by the network's sizes, as
         `explain` shows. The numbers are the same to rounding.
