@@ -1,5 +1,5 @@
-"""Operators that the sweeps cannot differentiate twice: no error in the midst of backward(), but the patch's
-second derivative, on autograd, and a word about it."""
+"""Operators that the sweeps cannot differentiate twice: no error in the midst of backward(), but
+the patch's second derivative, on autograd, and a word about it."""
 
 from __future__ import annotations
 
