@@ -6,6 +6,8 @@
 # make fuzz-faults   steps that fail and are interrupted, at every place: tests/test_faults.py
 # make mutate   small errors put into the formulas, which the tests must notice: ARGS="--mutants 200"
 # make docs   the site, under build/site; a warning is an error
+# make test-zoo   other people's networks (timm, transformers, …) against stock autograd: an hour
+# make test-operators   every operator of PyTorch's database, as a network: half an hour
 # make test-integrations   with Lightning, Hugging Face's Trainer and accelerate installed
 # make test-forces   the recipes of docs/forces.md against the packages themselves, in .venv-forces
 # make bench  the measurements behind the README's table (a GPU is used when there is one)
@@ -16,7 +18,7 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --constraint
 STAMP := .venv/.doubleback
 
 .DELETE_ON_ERROR:
-.PHONY: setup demo reproduce examples test test-integrations test-forces docs lint types fuzz fuzz-faults mutate bench readme clean
+.PHONY: setup demo reproduce examples test test-integrations test-forces test-zoo test-operators docs lint types fuzz fuzz-faults mutate bench readme clean
 
 setup: $(STAMP)
 
@@ -54,6 +56,13 @@ test-forces:
 	@.venv-forces/others/bin/python -m pip install -qq schnetpack
 	@.venv-forces/mace/bin/python -m pytest -q tests/test_forces.py -k "MACE" $(ARGS)
 	@.venv-forces/others/bin/python -m pytest -q tests/test_forces.py -k "not MACE" $(ARGS)
+
+test-zoo: $(STAMP)
+	@$(PIP) --no-build-isolation --editable '.[test,zoo]'
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m zoo tests/test_architectures.py $(ARGS)
+
+test-operators: $(STAMP)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m operators tests/test_architectures.py $(ARGS)
 
 docs: $(STAMP)
 	@$(PIP) --no-build-isolation --editable '.[docs]'

@@ -26,6 +26,7 @@ NAMES = (
     "force_field",
     "physics",
     "gan",
+    "inverse_problem",
 )
 
 INTRODUCTION = """# Examples
@@ -47,13 +48,26 @@ def sentence(name: str) -> str:
 
 
 def section(name: str) -> str:
+    """The default run, and below it the one on MNIST where there is a record of it."""
+    found = [f"## {name}\n\n{sentence(name)}\n\n{_told(name, name)}"]
+    if (GALLERY / f"{name}-mnist.json").is_file():
+        settings = json.loads((GALLERY / f"{name}-mnist.json").read_text())["settings"]
+        command = f"{name} --data mnist-idx:FOLDER{_options(settings)}"
+        found.append(f"### {name} on MNIST\n\n{_told(f'{name}-mnist', command)}")
+    return "\n".join(found)
+
+
+def _options(settings: dict) -> str:
+    """What was given beside the default, as it would be typed."""
+    given = {k: v for k, v in settings.items() if k not in ("data", "full") and v not in (None, 0)}
+    full = " --full" if settings["full"] else ""
+    return full + "".join(f" --{key} {value}" for key, value in given.items())
+
+
+def _told(name: str, command: str) -> str:
     record = json.loads((GALLERY / f"{name}.json").read_text())
     columns = record["columns"]
     lines = [
-        f"## {name}",
-        "",
-        sentence(name),
-        "",
         f"![{record['title']}](gallery/{name}.png)",
         "",
         f"{record['title']}.",
@@ -66,7 +80,7 @@ def section(name: str) -> str:
     for claim in record["claims"]:
         lines.append(f"- {'Seen' if claim['seen'] else '**Not seen**'}: {claim['text']}.")
     lines += [f"- {note}." for note in record["notes"]]
-    return "\n".join([*lines, "", "```bash", f"python -m examples.{name}", "```", ""])
+    return "\n".join([*lines, "", "```bash", f"python -m examples.{command}", "```", ""])
 
 
 def main() -> int:

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import gzip
 import json
-import math
 import statistics
-import struct
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -29,15 +26,13 @@ from rich.table import Table
 from torch import Tensor
 
 from doubleback import DoublebackError
+from doubleback.cli import UsageError
+from doubleback.cli.shared import device, folder, read_idx
 
 INK, BLUE, ORANGE, GREEN, RED, PURPLE, GREY = (
     "#22272e", "#2563a8", "#e07b21", "#2f8f5b", "#c63d3d", "#7b4fa3", "#9aa3ad",
 )  # fmt: skip
 LARGEST = 150_000  # bytes of a figure in the gallery
-
-
-class UsageError(DoublebackError):
-    """What was asked for cannot be run."""
 
 
 # ------------------------------------------------------------------------------------- reports
@@ -191,11 +186,11 @@ def _mnist(source: str) -> tuple[Tensor, Tensor, str]:
     labels = read_idx(_idx_file(folder, "labels-idx1-ubyte"))
     if images.ndim != 3 or labels.ndim != 1 or len(images) != len(labels):
         raise UsageError(
-            f"--data {source}: images of shape {images.shape} do not go with labels of shape "
-            f"{labels.shape}"
+            f"--data {source}: images of shape {tuple(images.shape)} do not go with labels of "
+            f"shape {tuple(labels.shape)}"
         )
-    pixels = torch.from_numpy(images.astype(np.float32) / 255)[:, None]
-    return pixels, torch.from_numpy(labels.astype(np.int64)), f"MNIST, {len(labels)} images, 28×28"
+    pixels = images[:, None].float() / 255
+    return pixels, labels.long(), f"MNIST, {len(labels)} images, 28×28"
 
 
 def _idx_file(folder: Path, ending: str) -> Path:
@@ -205,25 +200,6 @@ def _idx_file(folder: Path, ending: str) -> Path:
             if path.is_file():
                 return path
     raise UsageError(f"{folder} has no file train-{ending} or t10k-{ending} (nor with .gz)")
-
-
-def read_idx(path: Path) -> np.ndarray:
-    """An idx file of bytes: two zeros, the type 8, the number of axes, their sizes, the data."""
-    try:
-        raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-    except (OSError, EOFError) as error:
-        raise UsageError(f"{path} cannot be read: {error}") from error
-    if len(raw) < 4 or raw[:3] != b"\0\0\x08" or not 1 <= raw[3] <= 3:
-        raise UsageError(f"{path} is not an idx file of bytes")
-    header = 4 + 4 * raw[3]
-    if len(raw) < header:
-        raise UsageError(f"{path} is truncated: its header has {header} bytes, {len(raw)} are here")
-    shape = struct.unpack(f">{raw[3]}I", raw[4:header])
-    wanted = header + math.prod(shape)
-    if len(raw) != wanted:
-        kind = "truncated" if len(raw) < wanted else "too long"
-        raise UsageError(f"{path} is {kind}: {wanted} bytes are announced, {len(raw)} are here")
-    return np.frombuffer(raw, np.uint8, offset=header).reshape(shape)
 
 
 def batches(count: int, size: int, generator: torch.Generator) -> Iterator[Tensor]:
@@ -268,43 +244,20 @@ def main(
     width = None if sys.stdout.isatty() else 160
     console = Console(highlight=False, soft_wrap=True, width=width)
     try:
-        arguments.device = _device(arguments.device)
-        folder = _folder(arguments.out)
+        arguments.device = device(arguments.device)
+        where = folder(arguments.out)
         torch.manual_seed(arguments.seed)
         start = time.perf_counter()
         report = run(arguments)
         report.show(console)
-        settings = {"full": arguments.full, "seed": arguments.seed}
+        settings: dict[str, Any] = {k: v for k, v in vars(arguments).items() if isinstance(v, int)}
         if data:
             settings["data"] = arguments.data.partition(":")[0]
         other = data and settings["data"] != "digits"  # beside the record of the default
-        for path in report.write(folder, f"{name}-mnist" if other else name, settings):
+        for path in report.write(where, f"{name}-mnist" if other else name, settings):
             console.print(f"written: {path}")
         console.print(f"{time.perf_counter() - start:.0f} s")
         return 0
     except DoublebackError as error:
         print(f"examples.{name}: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
-
-
-def _device(name: str) -> torch.device:
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise UsageError(f"--device {name}: no such device") from error
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise UsageError(f"--device {name}: this PyTorch finds no CUDA device; leave --device out")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise UsageError(f"--device {name}: there are {torch.cuda.device_count()} CUDA devices")
-    if device.type not in ("cpu", "cuda"):
-        raise UsageError(f"--device {name}: the examples run on cpu or cuda")
-    return device
-
-
-def _folder(name: str) -> Path:
-    folder = Path(name)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"--out {name}: cannot be made a folder ({error.strerror})") from error
-    return folder

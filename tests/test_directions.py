@@ -237,7 +237,7 @@ def test_log_det_refuses(wrong, told):
 def test_log_det_refuses_other_shapes_and_graphs_that_would_bias_it():
     with pytest.raises(db.InputError, match="square Jacobian"):
         db.Penalised(nn.Linear(4, 3), db.LogDet())(torch.randn(2, 4))
-    with pytest.raises(db.InputError, match="which biases"):
+    with pytest.raises(db.InputError, match="which biases LogDet; use roulette=0"):
         db.Penalised(contraction(), db.LogDet(), cuda_graph=True)
     own = db.LogDet(roulette=0, generator=torch.Generator())
     with pytest.raises(db.InputError, match="PyTorch's own generator"):
@@ -356,3 +356,38 @@ def test_jacobian_match_refuses():
         db.JacobianMatch(space=db.spaces.Lp(1))
     with pytest.raises(db.InputError, match="JacobianMatch"):
         db.Penalised(net, db.GradientMatch())(x, x)
+
+
+# ------------------------------------------------------------------------- a critic of patches
+
+
+def test_the_sum_of_a_patch_critics_outputs():
+    torch.manual_seed(0)
+    critic = nn.Sequential(
+        nn.Conv2d(1, 4, 4, stride=2), nn.Softplus(), nn.Conv2d(4, 1, 3, padding=1)
+    ).double()
+    x = torch.rand(3, 1, 8, 8, dtype=torch.float64, requires_grad=True)
+    (slope,) = torch.autograd.grad(critic(x).sum(), x)
+    for reduction in ("mean", "none"):
+        model = db.Penalised(critic, db.OutputGradient("sum", reduction=reduction))
+        scores, penalty = model(x)
+        exact = slope.square().flatten(1).sum(1)
+        assert scores.shape == (3, 1, 3, 3)
+        assert torch.allclose(penalty, exact.mean() if reduction == "mean" else exact)
+    assert db.check(model, x).worst < 1e-10
+    match = db.Penalised(critic, db.GradientMatch("sum"))
+    assert match(x, slope.detach())[1] < 1e-25
+    with pytest.raises(db.InputError, match=r'OutputGradient\(index="sum"\)'):
+        db.Penalised(critic, db.OutputGradient())(x)
+    with pytest.raises(db.InputError, match='or "sum"'):
+        db.OutputGradient("mean")
+
+
+def test_landscapes_refuse_directions():
+    net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2)).double()
+    path = db.landscape.follow(
+        net, torch.randn(3, 2).double(), db.landscape.Coordinate("0.weight", (0, 0)), (-1.0, 1.0)
+    )
+    for penalty in (db.LogDet(None, roulette=0), db.JacobianMatch()):
+        with pytest.raises(db.InputError, match="many directions of its own"):
+            db.landscape.penalty(path, penalty)

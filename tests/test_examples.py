@@ -119,6 +119,44 @@ def test_robustness_chooses_weights_on_images_held_out(monkeypatch):
     assert all(torch.equal(held, data.train[0][480:]) for _, held in seen)
 
 
+def test_certified_radius_holds():
+    """No attack within it succeeds, and the norms of layers are those of their matrices."""
+    example = script("robustness")
+    torch.manual_seed(0)
+    net, x = example.lenet(8), torch.rand(30, 1, 8, 8)
+    y = net(x).argmax(1)
+    radius = example.certified_radius(net, x, y)
+    assert (radius > 0).all() and net[0].weight.dtype == torch.float32
+    for _ in range(5):
+        moved = example.attack(net, x, y, 1.0, "l2", 3) - x + 0.1 * torch.randn_like(x)
+        size = (radius / moved.flatten(1).norm(dim=1))[:, None, None, None]
+        assert (net(x + 0.99 * size * moved).argmax(1) == y).all()
+    dense = torch.nn.Linear(6, 4)
+    norm, shape = example.operator_norm(dense, torch.Size([6]))
+    assert norm == pytest.approx(torch.linalg.matrix_norm(dense.weight, 2).item(), rel=1e-6)
+    assert shape == (4,)
+    assert example.operator_norm(torch.nn.AvgPool2d(2), torch.Size([3, 4, 4]))[0] == pytest.approx(
+        0.5
+    )
+
+
+def test_robustness_race_and_what_is_kept(tmp_path):
+    """All ways end in the same network where nothing is drawn; a run goes on from its file."""
+    example = script("robustness")
+    data = common.load_images("digits", 300, 0, CPU)
+    raced = example.race(data, 2, 0, 0.03, count=100, every=3)
+    exact, stock = (raced[name] for name in ("doubleback, exact", "stock autograd, exact"))
+    assert [right for _, right in exact] == pytest.approx([right for _, right in stock], abs=0.021)
+    assert all(len(curve) == 2 and curve[0][0] < curve[1][0] for curve in raced.values())
+    assert example.first_at([(1.0, 0.3), (2.0, 0.6)], 0.5) == 2.0
+    assert example.first_at([(1.0, 0.3)], 0.5) is None
+    path = str(tmp_path / "kept.json")
+    assert example.Kept(path, [1])("a", lambda: {"b": 2}) == {"b": 2}
+    assert example.Kept(path, [1])("a", lambda: 1 / 0) == {"b": 2}
+    with pytest.raises(common.UsageError, match="other settings"):
+        example.Kept(path, [2])
+
+
 @pytest.mark.parametrize("norm", ["linf", "l2"])
 def test_attacks_stay_in_their_ball_and_raise_the_loss(norm):
     example = script("robustness")
@@ -400,6 +438,45 @@ def test_gan_measures():
     assert example.sliced(data, moved) == pytest.approx(0.5 * 2 / torch.pi, abs=0.01)
 
 
+def test_inverse_problem():
+    """Both regularisers are far ahead of the noisy image they start from, after a short training;
+    the slope of the critic is bounded in its own norm."""
+    example = script("inverse_problem")
+    problem = example.denoising()
+    found = example.experiment(problem, {"H¹": example.SPACES["H¹"]}, 60, 4, 0, CPU)
+    assert found.psnr["total variation"] > found.psnr["naive"] + 4
+    assert found.psnr["adversarial, H¹"] > found.psnr["naive"] + 2
+    assert found.ssim["adversarial, H¹"] > found.ssim["naive"] + 0.1
+
+
+def test_inverse_problem_operators():
+    """Adjoints by the dot test, projections keep the mass, and filtered back-projection inverts."""
+    example = script("inverse_problem")
+    problem = example.tomography()
+    generator = torch.Generator().manual_seed(0)
+    x, q = torch.randn(2, 1, 32, 32, generator=generator), torch.randn(2, 2, 32, 32)
+    y = torch.randn(problem.forward(x).shape, generator=generator)
+    assert torch.allclose((problem.forward(x) * y).sum(), (x * problem.adjoint(y)).sum(), rtol=1e-3)
+    ours, theirs = (example.difference(x) * q).sum(), (x * example.difference_adjoint(q)).sum()
+    assert torch.allclose(ours, theirs, rtol=1e-3)
+    truth = example.images(4, generator)
+    sinogram = problem.forward(truth)
+    mass = truth.sum((1, 2, 3))
+    assert torch.allclose(sinogram.sum(2), mass[:, None].expand(-1, 20), rtol=1e-4)
+    assert example.psnr(problem.naive(sinogram), truth).min() > 22
+    gram = problem.adjoint(problem.forward(x)).flatten(1).norm(dim=1) / x.flatten(1).norm(dim=1)
+    assert (gram <= problem.size * 1.001).all()
+
+
+def test_inverse_problem_measures():
+    """PSNR of a known error; SSIM is one for equal images and less for others."""
+    example = script("inverse_problem")
+    truth = example.images(3, torch.Generator().manual_seed(1))
+    assert torch.allclose(example.psnr(truth + 0.1, truth), torch.full((3,), 20.0), atol=1e-3)
+    assert torch.allclose(example.ssim(truth, truth), torch.ones(3))
+    assert (example.ssim(truth + 0.1 * torch.randn_like(truth), truth) < 0.9).all()
+
+
 # ----------------------------------------------------------------------------- data and bad input
 
 
@@ -446,9 +523,9 @@ def bad_input(folder) -> dict[str, tuple[list[str], str]]:
         "short": (["--data", f"mnist-idx:{folder}/short"], "do not go with labels"),
         "other": (["--data", f"mnist-idx:{folder}/other"], "not an idx file"),
         "source": (["--data", "cifar"], "mnist-idx:FOLDER"),
-        "device": (["--device", "teapot"], "no such device"),
+        "device": (["--device", "teapot"], "teapot"),
         "cuda": (["--device", "cuda:99"], "CUDA"),
-        "out": (["--out", f"{folder}/file"], "cannot be made a folder"),
+        "out": (["--out", f"{folder}/file"], "is a file"),
     }
 
 

@@ -95,7 +95,8 @@ def main() -> int:
     done = {r["network"] for r in rows}
     networks = [n for n in families.NETWORKS if n.name not in done]
     if chosen.only:
-        networks = [n for n in networks if any(part in n.name for part in chosen.only)]
+        named = [n for part in chosen.only for n in networks if part in n.name]
+        networks = list({n.name: n for n in named}.values())
     for row in architectures.examine_all(networks, chosen.limit):
         rows.append(row)
         print(told(row), flush=True)

@@ -227,7 +227,7 @@ def draw(
     axes[4].set_xticks(list(taught), [str(n) for n in taught])
     axes[4].set_yticks([10, 20, 50], ["10", "20", "50"])
     axes[4].minorticks_off()
-    axes[4].legend(fontsize=6)
+    axes[4].legend(fontsize=6, loc="upper right", bbox_to_anchor=(1, 0.86))
     axes[3].set_title("Franke's function, error in %", fontsize=9)
     axes[3].set(xlabel="number of samples")
     axes[3].set_xticks(list(found), [str(n) for n in found])

@@ -23,6 +23,7 @@ from .capture import (
     only_one,
     plain,
     take_apart,
+    trackers_off,
 )
 from .counting import counting
 from .errors import CaptureError, InputError, RuleError, refuse_unused, warn
@@ -244,7 +245,8 @@ class CapturedModule(nn.Module):
         """The network's call on autograd. Where it could not be captured it is said once why, after
         it succeeded."""
         try:
-            result = run(way)
+            with trackers_off():
+                result = run(way)
         except Exception:  # the network's own error: it was not the capture's fault
             self._refusal = None
             capture_of(self.net, self.output).refusal = None
@@ -277,7 +279,7 @@ class CapturedModule(nn.Module):
                 where[i] = len(inputs)
                 inputs.append(call.x[i])
         penalised: Any = tuple([graph.inputs[place] for place in where])  # type: ignore[index]
-        moving = _sized_by(graph, penalised)
+        moving = _sized_by(graph, penalised) if graph.deciding else None
         if moving is not None:
             raise CaptureError(
                 f"{type(self.net).__name__} cannot be captured as one graph: the shape of what "

@@ -82,7 +82,7 @@ def warn(message: str, category: type[Warning] | None = None) -> None:
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and frame.f_code.co_filename.startswith((_HERE, torch_folder)):
         frame, level = frame.f_back, level + 1
-    warnings.warn(message, category or CaptureWarning, stacklevel=level - 1)
+    warnings.warn(message, category or CaptureWarning, stacklevel=level)
 
 
 def refuse_unused(wrt: Any, x: Any) -> None:

@@ -60,7 +60,8 @@ class Penalised(CapturedModule):
 
     net: any nn.Module. The call's arguments go to it, except the last `penalty.extras`
         positional ones, which are the penalty's (labels, targets).
-    penalty: `LossGradient`, `OutputGradient`, `GradientMatch`, `BilinearForm`, `Custom`.
+    penalty: `LossGradient`, `OutputGradient`, `Jacobian`, `LogDet` or another of the library's, or
+        one of your own (`Custom`, `Penalty`).
     compile: flatten each pair of sweeps into one graph and hand it to Inductor. True, or a mode
         of `torch.compile` such as "max-autotune".
     wrt: which argument of `net` is penalised: a position, a keyword, or a tuple of them. An
@@ -399,7 +400,7 @@ def autograd_penalty(
     with torch.enable_grad(), derivatives(way):
         # a place of its own for each: what is penalised is the derivative in this argument, also
         # where another argument was computed from the same tensor
-        leaves = [t.view_as(t) if t.requires_grad else t.detach().requires_grad_() for t in x]
+        leaves = [_again(t) if t.requires_grad else t.detach().requires_grad_() for t in x]
         result = run(leaves)
         out = choose(result)
         total, summed = None, None
@@ -423,6 +424,11 @@ def autograd_penalty(
     if not graph:
         result, value = pytree.tree_map_only(Tensor, lambda t: t.detach(), (result, value))
     return result, value
+
+
+def _again(t: Tensor) -> Tensor:
+    """The same numbers as another tensor; sparse ones have no views."""
+    return t.view_as(t) if t.layout is torch.strided else t.clone()
 
 
 def pulled(
@@ -614,7 +620,7 @@ class WithGradient(CapturedModule):
         """The same by autograd: where it is quicker, where it cannot be captured, for `check`."""
         graph = torch.is_grad_enabled()
         with torch.enable_grad(), derivatives(way):
-            x = [t.view_as(t) if t.requires_grad else t.detach().requires_grad_() for t in call.x]
+            x = [_again(t) if t.requires_grad else t.detach().requires_grad_() for t in call.x]
             args, kwargs = call.with_x(x)
             result = self.net(*args, **kwargs)
             out = choose_output(result, self.output)

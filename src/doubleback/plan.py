@@ -175,7 +175,7 @@ def make_plan(
 
     steps = [step_by(n, rules[n.index]) for n in inner]
     for step in steps:
-        _check_random(graph, step)
+        _check_generic(graph, step)
     if like is None:
         steps = tuple(_formed(steps, step_by, lambda v: v in pinned or v not in produced))
     else:
@@ -383,10 +383,20 @@ def _layouts(
     return held | (filters - depthwise), frozenset(filters & depthwise)
 
 
-def _check_random(graph: Graph, step: Step) -> None:
-    """A random operator cannot be run again by the generic rule: it would draw anew."""
+# Operators whose derivative PyTorch cannot differentiate: autograd can, under the patch.
+_ONCE = ("aten._embedding_bag", "aten._ctc_loss", "aten.segment_reduce", "torch_nn._linear_cross")
+
+
+def _check_generic(graph: Graph, step: Step) -> None:
+    """What the generic rule cannot do: a random operator would draw anew when it is run again, and
+    some have no second derivative."""
     if not step.differentiated or step.rule.own:
         return
+    if str(step.node.op).startswith(_ONCE):
+        raise RuleError(
+            f"PyTorch knows no second derivative of {step.node.op}, and it has no rule of its own "
+            f"({step.node.source})"
+        )
     if draws(step.node.op) or draws_untold(graph, step.node):
         raise RuleError(
             f"{step.node} draws random numbers and has no rule of its own, so its derivative "

@@ -20,6 +20,7 @@ NAMES = [
     "nn.functional.multilabel_margin_loss",
     "nn.functional.embedding_bag",
     "nn.functional.pdist",
+    "_segment_reduce",
     "cdist",
 ]
 
@@ -71,6 +72,7 @@ PAIRS = {
     "multilabel_margin_loss_backward": "nn.functional.multilabel_margin_loss",
     "_embedding_bag_backward": "nn.functional.embedding_bag",
     "_embedding_bag_per_sample_weights_backward": "nn.functional.embedding_bag",
+    "_segment_reduce_backward": "_segment_reduce",
     "_cdist_backward": "cdist",
     "_pdist_backward": "nn.functional.pdist",
 }
@@ -104,6 +106,35 @@ def test_equal_points_have_no_distance_to_differentiate(p):
             if total.requires_grad:
                 (h,) = torch.autograd.grad(total, x, allow_unused=True)
                 assert h is None or torch.isfinite(h).all()
+
+
+@pytest.mark.parametrize("lengths", ["numbers", "tensors", "one row"])
+@pytest.mark.parametrize("blank", [0, 2])
+def test_connectionist_temporal_classification(lengths, blank):
+    """Repeated labels, none at all, inputs that end early, and one that is too short."""
+    g = torch.Generator().manual_seed(1)
+    x = torch.randn(6, 4, 4, generator=g, dtype=torch.float64, requires_grad=True)
+    labels = torch.tensor([[1, 3, 3], [3, 1, 1], [1, 1, 1], [1, 3, 1]])
+    steps, counts = [6, 5, 3, 4], [3, 1, 3, 0]  # the third has no way to say 1, 1, 1
+    if lengths == "one row":
+        labels = torch.cat([row[:n] for row, n in zip(labels, counts, strict=True)])
+    if lengths == "tensors":
+        steps, counts = torch.tensor(steps), torch.tensor(counts)
+
+    def loss(x):
+        return F.ctc_loss(
+            x.log_softmax(2), labels, steps, counts, blank, "none", zero_infinity=True
+        )
+
+    watch = Watch(next(f for f in OTHERS if f.operator == "_ctc_loss_backward"))
+    try:
+        xi = torch.tensor([1.0, -2.0, 0.5, 3.0], dtype=torch.float64)
+        torch.autograd.grad(loss(x), x, xi)
+    finally:
+        watch.library._destroy()
+    assert watch.seen == 1
+    with db.patched():
+        assert gradgradcheck(loss, x, atol=1e-6)
 
 
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])

@@ -9,13 +9,17 @@ is mean_b ‖out_b − y_b‖² plus the mean over x's rows of the squared gradi
 loss, weighted so that both are of one size. Output, penalty, the gradient of every parameter and
 of x, and every buffer are compared with stock autograd's (`create_graph=True`) for
 
-    penalised   Penalised(net), backward(); from the third step on by flat graphs
+    penalised   Penalised(net), backward()
     accumulate  its accumulate()
     patch       the loop as it stands, under db.patched()
 
+two steps node by node in evaluation; in training a third one, by flat graphs, which take longest
+to make.
+
 What rounding alone does to a network is measured: stock autograd once more, with parameters and
 input changed in their last digits. A difference counts as wrong if it exceeds 1e-10 and a hundred
-times that.
+times that. Some networks compute in float32 in between, by name (norms of language models): there
+the last digits are float32's.
 """
 
 from __future__ import annotations
@@ -31,6 +35,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import doubleback as db
 from support import oracle
@@ -38,9 +44,11 @@ from support.forked import forked
 from support.zoo import unsettle
 
 MODES = ("eval", "train")
-STEPS = 3
+STEPS = {"eval": 2, "train": 3}
+FLATTEN_AFTER = {"eval": None, "train": 2}
 TOLERANCE = 1e-10
 LAST_DIGITS = 1e-15  # relative change of parameters and input, for what rounding does
+LAST_DIGITS_SINGLE = 1e-8  # the same where float32 occurs
 ROUNDING = 100  # times that change's effect is allowed
 UNSTABLE = 1e-3  # where rounding moves a gradient by more, nothing can be said
 
@@ -74,14 +82,16 @@ class Step:
 class Bench:
     """A network and its twin for the oracle, with the same numbers in both."""
 
-    def __init__(self, network: Network, training: bool) -> None:
-        self.network = network
-        self.net, self.twin = (build(network, training) for _ in range(2))
+    def __init__(self, network: Network, mode: str) -> None:
+        self.network, self.mode = network, mode
+        self.net, self.twin = (build(network, mode == "train") for _ in range(2))
         self.args, self.kwargs = network.inputs(torch.Generator().manual_seed(7))
-        with torch.no_grad(), self.seeded(0):
-            start = save(self.twin)
-            out = oracle.choose(self.twin(*self.args, **self.kwargs), network.output)
-            restore(self.twin, start)
+        for net in (self.net, self.twin):  # some settle at their first call: both then
+            start = save(net)
+            with torch.no_grad(), self.seeded(0), _Dtypes() as seen:
+                out = oracle.choose(net(*self.args, **self.kwargs), network.output)
+            restore(net, start)
+        self.single = torch.float32 in seen.found
         self.shape, self.scale = out.shape, float(out.std()) or 1.0
         self.weight: float | None = None  # of the penalty: as large as the loss at first
 
@@ -156,6 +166,19 @@ class Bench:
                 named[name].copy_(q)
 
 
+class _Dtypes(TorchDispatchMode):
+    """Which dtypes occur."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[torch.dtype] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.found |= {t.dtype for t in tree_leaves(result) if isinstance(t, Tensor)}
+        return result
+
+
 def build(network: Network, training: bool) -> nn.Module:
     """In float64, with scales, shifts and statistics away from zeros and ones."""
     with torch.random.fork_rng():
@@ -218,7 +241,7 @@ def examine(network: Network) -> Iterator[dict[str, Any]]:
         try:
             with warnings.catch_warnings(), oracle.twice_differentiable():
                 warnings.simplefilter("ignore")
-                row |= compare(Bench(network, mode == "train"))
+                row |= compare(Bench(network, mode))
         except Exception as error:
             where = traceback.extract_tb(error.__traceback__)[-1]
             told = str(error).strip().splitlines()[:1] or [""]
@@ -234,15 +257,16 @@ def examine(network: Network) -> Iterator[dict[str, Any]]:
 def compare(bench: Bench) -> dict[str, Any]:
     model = db.Penalised(
         bench.net, db.LossGradient("mse"), wrt=bench.network.wrt, output=bench.network.output,
-        strict=True, sweeps=True,
+        strict=True, sweeps=True, flatten_after=FLATTEN_AFTER[bench.mode],
     )  # fmt: skip
     row: dict[str, Any] = {
-        "parameters": sum(p.numel() for p in bench.net.parameters()), "captured": True
+        "parameters": sum(p.numel() for p in bench.net.parameters()), "captured": True,
+        **({"single": True} if bench.single else {}),
     }  # fmt: skip
     worst = {"penalised": 0.0, "accumulate": 0.0, "patch": 0.0}
     wrong: dict[str, Any] | None = None
     rounding: dict[str, float] = {}
-    for step in range(STEPS):
+    for step in range(STEPS[bench.mode]):
         start = save(bench.twin)
         truth = bench.stock(step)
         end = save(bench.twin)
@@ -252,8 +276,9 @@ def compare(bench: Bench) -> dict[str, Any]:
             with db.patched():
                 found["patch"] = bench.stock(step)
             restore(bench.twin, start)
-            with last_digits_changed(bench.twin):
-                rounding = errors(bench.stock(step, LAST_DIGITS), truth)
+            digits = LAST_DIGITS_SINGLE if bench.single else LAST_DIGITS
+            with last_digits_changed(bench.twin, digits):
+                rounding = errors(bench.stock(step, digits), truth)
             restore(bench.twin, end)
         try:
             found["penalised"] = bench.penalised(model, step)
@@ -279,12 +304,12 @@ def compare(bench: Bench) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def last_digits_changed(net: nn.Module) -> Iterator[None]:
+def last_digits_changed(net: nn.Module, digits: float) -> Iterator[None]:
     """Parameters changed by rounding, and back."""
     before = [p.detach().clone() for p in net.parameters()]
     with torch.no_grad():
         for p in net.parameters():
-            p.mul_(1 + LAST_DIGITS * torch.randn_like(p))
+            p.mul_(1 + digits * torch.randn_like(p))
     try:
         yield
     finally:
@@ -298,6 +323,8 @@ def last_digits_changed(net: nn.Module) -> Iterator[None]:
 
 def examine_all(networks: Sequence[Network], limit: float) -> Iterator[dict[str, Any]]:
     """The rows of each network, from a process of its own that has `limit` seconds."""
+    warm = Network("warm", lambda: nn.Linear(3, 2), lambda g: ((torch.randn(2, 3).double(),), {}))
+    list(examine(warm))  # what the first capture imports is imported once, before processes part
     for network, rows, why in forked(examine, networks, limit):
         yield from rows
         for mode in MODES[len(rows) :]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -20,7 +21,9 @@ def forked(
     for item in items:
         ours, theirs = context.Pipe(duplex=False)
         process = context.Process(target=_send, args=(function, item, theirs), daemon=True)
-        process.start()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # threads of PyTorch's, all idle
+            process.start()
         theirs.close()
         until, found, ended = time.monotonic() + limit, [], False
         with contextlib.suppress(EOFError):

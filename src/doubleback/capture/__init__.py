@@ -9,7 +9,7 @@ from .arguments import (
     requires_grad,
     take_apart,
 )
-from .dynamo import Surroundings, capture_of, find_graph, forget
+from .dynamo import Surroundings, capture_of, find_graph, forget, trackers_off
 from .lifting import mark, stop_gradient
 
 __all__ = [
@@ -26,4 +26,5 @@ __all__ = [
     "requires_grad",
     "stop_gradient",
     "take_apart",
+    "trackers_off",
 ]

@@ -9,6 +9,7 @@ import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -109,6 +110,7 @@ def take_apart(
         spec = _spec(len(own))
     else:
         leaves, spec = pytree.tree_flatten((own, dict(kwargs)))
+    _refuse_too_many(net, extras, len(own))
     penalised = _Places(net, extras, own, kwargs, leaves, spec).of(wrt)
     _check_devices(net, [leaves[i] for i in penalised])
     return Arguments(extra, tuple(leaves), spec, penalised)
@@ -204,6 +206,30 @@ def _parameters(forward: Any, method: bool) -> list[str]:
     return names[1:] if method else names
 
 
+@lru_cache
+def _most_positional(forward: Any) -> float:
+    """How many arguments a method `forward` takes by position, `self` aside."""
+    kinds = [p.kind for p in inspect.signature(forward).parameters.values()]
+    if inspect.Parameter.VAR_POSITIONAL in kinds:
+        return float("inf")
+    return sum(k <= inspect.Parameter.POSITIONAL_OR_KEYWORD for k in kinds) - 1
+
+
+def _refuse_too_many(net: nn.Module, extras: int, given: int) -> None:
+    """A label for a penalty that takes none would go to the network."""
+    forward = getattr(net.forward, "__func__", None)
+    most = _most_positional(forward) if isinstance(forward, FunctionType) else float("inf")
+    if given <= most:
+        return
+    told = f"{type(net).__name__} takes {most} by position, and this call hands it {given}"
+    if extras:
+        raise InputError(f"{told} besides the {extras} of the penalty")
+    raise InputError(
+        f"{told}: the penalty takes no label or target of its own. Leave it out; for a loss beside "
+        "the penalty, accumulate(x, y, loss=…)"
+    )
+
+
 def _inside(tree: Any, key: Any, path: Any, before: Sequence[Any]) -> Any:
     """What lies under a key, an index or a field's name."""
     if isinstance(key, str) and not isinstance(tree, Mapping):
@@ -227,6 +253,11 @@ def _nearest(key: Any, names: Sequence[Any]) -> str:
 
 
 def _can_be_penalised(leaf: Tensor) -> None:
+    if is_distributed(leaf):
+        raise InputError(
+            f"the penalised input of shape {tuple(leaf.shape)} is a DTensor; hand over what is "
+            "here of it, x.to_local(), or x.full_tensor()"
+        )
     if not leaf.is_floating_point():
         raise InputError(
             f"the penalised input must be floating point, not {leaf.dtype} of shape "
@@ -314,11 +345,16 @@ def refuse_distributed(tensors: Iterable[Tensor]) -> None:
     """Parameters in pieces on several machines are put together by their own module's hooks, which
     the sweeps would not meet."""
     for t in tensors:
-        if type(t).__name__ == "DTensor":
+        if is_distributed(t):
             raise InputError(
                 f"the network holds a distributed parameter of shape {tuple(t.shape)}; wrap the "
-                "other way round: fully_shard(Penalised(net, …)), and shard no layer inside"
+                "other way round: fully_shard(Penalised(net, …)), and shard no layer inside. "
+                "Layers split between processes (tensor parallelism) are not supported"
             )
+
+
+def is_distributed(t: Tensor) -> bool:
+    return type(t).__name__ == "DTensor"
 
 
 _KINDS = (Tensor, nn.Parameter, nn.Buffer)

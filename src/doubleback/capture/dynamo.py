@@ -89,6 +89,7 @@ class Capture:
                 raise
             failure = error
         if failure is not None:
+            refuse_distributed(net.parameters())  # which fail wherever they meet plain tensors
             inner = getattr(failure, "inner_exception", None)
             refusal = inner if isinstance(inner, InputError) else reason(net, failure)
             forget(failure)
@@ -111,7 +112,7 @@ class Capture:
             for name, value in _SETTINGS.items():
                 before[name] = getattr(_torch.dynamo_config, name)
                 setattr(_torch.dynamo_config, name, value)
-            with _modes_off(box), _trackers_off():
+            with _modes_off(box), trackers_off():
                 return self._enter(net, box, args, kwargs)
         finally:
             try:
@@ -245,9 +246,9 @@ def _boxes() -> list[_Box]:
 
 
 @contextmanager
-def _trackers_off() -> Iterator[None]:
+def trackers_off() -> Iterator[None]:
     """A counter of FLOPs hangs hooks on all modules to know which one is running; they are no part
-    of the network, and no graph could hold them."""
+    of the network, no graph could hold them, and they fail in an inner autograd.grad."""
     taken = []
     for hooks in global_hooks():
         for key, hook in list(hooks.items()):
@@ -341,8 +342,12 @@ _REMEDIES = (
      "take derivatives outside the network, or return them with db.WithGradient"),
     (r"torch\.jit|ScriptMethod|ScriptFunction|RecursiveScriptModule|TorchScript",
      "use the plain Python module (for e3nn: e3nn.set_optimization_defaults(jit_script_fx=False))"),
+    (r"ao.quantization|FakeQuantize|Observer",
+     "none: quantisation observes in Python what no graph holds; sweeps=False says that autograd "
+     "is meant"),
     (r"hook", "remove the hook while training with a penalty"),
     (r"DistributedDataParallel|DDP", "wrap the other way round: DDP(Penalised(net))"),
+    (r"sparse Tensor", "multiply by indices and values (index_add), or with a dense tensor"),
     (r"behind autograd's back", "write out of place, or leave it on autograd"),
     (r"recompile_limit|cache_size_limit",
      "hold what changes at every call in a buffer, or pass it as a tensor"),
@@ -353,12 +358,17 @@ def reason(net: nn.Module, error: BaseException) -> CaptureError:
     """The error that a user sees."""
     inner = getattr(error, "inner_exception", None) or error
     text = _first_line(inner)
+    scripted = [name for name, m in net.named_modules() if isinstance(m, torch.jit.ScriptModule)]
+    if scripted:
+        which = f"its module {scripted[0]!r}" if scripted[0] else "it"
+        text = f"{which} is TorchScript, which hides its operations"
     if "requires_grad_()" in text:
         text = (
             "it makes a leaf of its own inside (requires_grad_()), so that its output may not "
             "depend on its input any more"
         )
-    hint = next((remedy for pattern, remedy in _REMEDIES if re.search(pattern, str(error))), None)
+    told = text if scripted else str(error)
+    hint = next((remedy for pattern, remedy in _REMEDIES if re.search(pattern, told)), None)
     remedy = f"\n  Remedy: {hint}." if hint else ""
     where = _line(error)
     return CaptureError(

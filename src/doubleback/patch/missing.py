@@ -288,7 +288,9 @@ RECURRENT = [
 # ------------------------------------------------------------------------------------- the others
 
 
-def _by_steps(operator: str, family: str, steps: Callable[[Arguments], Tensor]) -> Formula:
+def _by_steps(
+    operator: str, family: str, steps: Callable[[Arguments], Tensor], derived: tuple[str, ...] = ()
+) -> Formula:
     def second(call: Applied, cotangents: Grads) -> dict[str, Any]:
         return through(steps, call, cotangents)
 
@@ -298,7 +300,7 @@ def _by_steps(operator: str, family: str, steps: Callable[[Arguments], Tensor]) 
         unlike = a.get("sparse", False) or a.get("scale_grad_by_freq", False)
         return plain(*tensors) and not unlike
 
-    return Formula(operator, family, _WHY, second, accepts, steps)
+    return Formula(operator, family, _WHY, second, accepts, steps, derived=derived)
 
 
 _WHY = "PyTorch has no second derivative"
@@ -354,6 +356,101 @@ def _multilabel_margin(a: Arguments) -> Tensor:
     active = active.to(x.dtype)
     slope = active.sum(1).scatter_add(1, index, -active.sum(2))
     return (slope * _spread(a, len(rows)).unsqueeze(1) / classes).reshape(x.shape)
+
+
+# --------------------------------------------- connectionist temporal classification
+
+_NEVER = -1e30  # the logarithm of no probability, finite so that differences are
+
+
+def _ctc(a: Arguments) -> Tensor:
+    """dx_tc = ξ (e^{x_tc} − γ_tc) for log-probabilities x: PyTorch's derivative is that behind a
+    log-softmax. γ_tc = ∂ log P/∂x_tc is the chance that class c stands at time t."""
+    x, xi = a["log_probs"], a["grad"]
+    steps = torch.as_tensor(a["input_lengths"], device=x.device)
+    _, pull = torch.func.vjp(lambda x: _log_likelihood(a, x, steps), x)[:2]
+    (occupied,) = pull(torch.ones(x.shape[1], dtype=x.dtype, device=x.device))
+    slope = x.exp() - occupied
+    within = torch.arange(x.shape[0], device=x.device).unsqueeze(1) < steps
+    slope = torch.where(within.unsqueeze(2), slope, 0.0) * xi.reshape(1, -1, 1)
+    impossible = a["neg_log_likelihood"].reshape(1, -1, 1).isinf()
+    return torch.where(impossible, 0.0 if a["zero_infinity"] else math.nan, slope)
+
+
+def _log_likelihood(a: Arguments, x: Tensor, steps: Tensor) -> Tensor:
+    """log P(labels | x) per example, over all ways to place labels and blanks in between: with
+    l = (blank, label, blank, …), α_t(s) = x_t(l_s) + log(e^{α(s)} + e^{α(s−1)} + [l_s is a label
+    other than l_{s−2}] e^{α(s−2)}), all at t − 1."""
+    labels, lengths = _padded_labels(a, x)
+    width = 2 * labels.shape[1] + 1
+    classes = torch.full((len(labels), width), a["blank"], dtype=torch.long, device=x.device)
+    classes[:, 1::2] = labels
+    skips = torch.zeros_like(classes, dtype=torch.bool)
+    skips[:, 3::2] = labels[:, 1:] != labels[:, :-1]
+    x = x.clamp(min=_NEVER)
+    place = torch.arange(width, device=x.device)
+    alpha = torch.where(place < 2, x[0].gather(1, classes), _NEVER)
+    for t in range(1, x.shape[0]):
+        one, two = (torch.constant_pad_nd(alpha[:, :-k], (k, 0), _NEVER) for k in (1, 2))
+        two = torch.where(skips, two, _NEVER)
+        moved = x[t].gather(1, classes) + torch.logsumexp(torch.stack([alpha, one, two]), 0)
+        alpha = torch.where((t < steps).unsqueeze(1), moved, alpha)
+    last = 2 * lengths.unsqueeze(1)
+    ends = (place == last) | (place == last - 1)
+    return torch.logsumexp(torch.where(ends, alpha, _NEVER), 1)
+
+
+def _padded_labels(a: Arguments, x: Tensor) -> tuple[Tensor, Tensor]:
+    """(labels (example, place), how many of them count)."""
+    lengths = torch.as_tensor(a["target_lengths"], device=x.device)
+    targets = a["targets"].to(x.device, torch.long)
+    if targets.dim() == 2:
+        labels = targets
+    else:  # one after the other
+        place = torch.arange(int(lengths.max()), device=x.device)
+        start = (lengths.cumsum(0) - lengths).unsqueeze(1)
+        labels = targets[(start + place).clamp(max=max(len(targets) - 1, 0))]
+    within = torch.arange(labels.shape[1], device=x.device) < lengths.unsqueeze(1)
+    return torch.where(within, labels, a["blank"]), lengths
+
+
+# ----------------------------------------------------------------------- segments
+
+
+def _segments(a: Arguments) -> Tensor:
+    """dx_i = ξ_{s(i)} times 1, 1/n_s, [x_i is the largest]/(how many are), or Π_{j ≠ i} x_j over
+    the segment s(i)."""
+    x, axis, kind = a["data"], a["axis"], a["reduce"]
+    offsets = a["offsets"]
+    if offsets is None:
+        offsets = torch.constant_pad_nd(a["lengths"].cumsum(-1), (1, 0))
+    start, ends = offsets[..., :1], offsets[..., 1:]
+    count = torch.arange(x.shape[axis], device=x.device).expand(*ends.shape[:-1], -1)
+    segment = torch.searchsorted(ends.contiguous(), count.contiguous(), right=True)
+    inside = (segment < ends.shape[-1]) & (count >= start)
+    segment = segment.clamp(max=max(ends.shape[-1] - 1, 0))
+
+    def wide(t: Tensor) -> Tensor:
+        return t.reshape(*t.shape, *(1 for _ in x.shape[axis + 1 :])).expand(x.shape)
+
+    def spread(t: Tensor) -> Tensor:
+        return t.gather(axis, wide(segment))
+
+    xi = torch.where(wide(inside), spread(a["grad"]), 0.0)
+    if kind == "sum":
+        return xi
+    if kind == "mean":
+        return xi / wide(offsets.diff().gather(-1, segment).clamp(min=1))
+    if kind in ("max", "min"):
+        hit = (x == spread(a["output"])).to(x.dtype)
+        several = torch.zeros_like(a["grad"]).scatter_add(axis, wide(segment), hit)
+        return xi * hit / spread(several).clamp(min=1)
+    x = x.movedim(axis, -1)
+    pairs = (segment.unsqueeze(-1) == segment.unsqueeze(-2)) & inside.unsqueeze(-2)
+    pairs = pairs & ~torch.eye(x.shape[-1], dtype=torch.bool, device=x.device)
+    pairs = pairs.reshape(*segment.shape[:-1], *(1 for _ in x.shape[axis:-1]), *pairs.shape[-2:])
+    others = torch.where(pairs, x.unsqueeze(-2), 1.0).prod(-1)
+    return xi * others.movedim(-1, axis) * (1.0 if a["initial"] is None else a["initial"])
 
 
 # ----------------------------------------------------------------------- embedding bags
@@ -433,6 +530,11 @@ OTHERS = [
     _by_steps("hardsigmoid_backward", "activation", _hardsigmoid),
     _by_steps("multi_margin_loss_backward", "loss", _multi_margin),
     _by_steps("multilabel_margin_loss_backward", "loss", _multilabel_margin),
+    *(
+        _by_steps(f"_ctc_loss_backward{way}", "loss", _ctc, ("neg_log_likelihood", "log_alpha"))
+        for way in ("", ".Tensor")
+    ),
+    _by_steps("_segment_reduce_backward", "reduction", _segments, ("output",)),
     _by_steps("_embedding_bag_backward", "embedding", _bag_weights),
     _by_steps("_embedding_bag_dense_backward", "embedding", _bag_weights),
     _by_steps("_embedding_bag_per_sample_weights_backward", "embedding", _bag_samples),

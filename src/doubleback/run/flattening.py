@@ -13,8 +13,9 @@ all questions alike (`Variant`), and another one is made where they do not.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -233,6 +234,18 @@ def _stand_ins(
 # ----------------------------------------------------------------------------- for one size
 
 
+@contextmanager
+def _untold() -> Iterator[None]:
+    """PyTorch logs an attempt that fails as an error, with its trace: here it is none."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+
+
 class Replay:
     """Flat graphs by key, made when first asked for; the latest are kept, since a number among the
     arguments that is new at every call makes a graph of its own.
@@ -268,7 +281,10 @@ class Replay:
         flat = self._flat.get(key)
         if flat is None:
             try:
-                flat = flatten(fn, tensors, self.compiler, pass_inputs, recompute=self.recompute)
+                with _untold():
+                    flat = flatten(
+                        fn, tensors, self.compiler, pass_inputs, recompute=self.recompute
+                    )
                 remember(self._flat, key, flat)
             except torch.OutOfMemoryError:
                 raise
