@@ -15,7 +15,6 @@ import argparse
 import contextlib
 import copy
 import datetime
-import gc
 import json
 import os
 import shlex
@@ -33,7 +32,17 @@ from torch import Tensor, nn
 
 import methods
 import nets
-from measuring import DTYPES, allow_tf32, hardware, tidy, versions, write
+from measuring import (
+    DTYPES,
+    allow_tf32,
+    evaluate,
+    gradient_error,
+    hardware,
+    tidy,
+    time_steps,
+    versions,
+    write,
+)
 from timing import alone, plan_repeats, summary
 
 HERE = Path(__file__).resolve().parent
@@ -179,7 +188,7 @@ class Row:
         for penalised, method in ((False, "plain"), (True, "stock")):
             twin, x = copy.deepcopy(net).to(wide), sets[0][0].to(wide)
             step = methods.build(method, twin, x, sets[0][1], self.weight)
-            found[penalised] = gradients(step, twin, x, sets[0][1])
+            found[penalised] = on_the_host(evaluate(step, twin, x, sets[0][1])["gradients"])
             del twin, step
             tidy(self.cuda)
         allow_tf32(True)
@@ -193,8 +202,8 @@ class Row:
         expected = known.get(base.penalised)
         step, column = self.steps[method], self.columns[method]
         if expected is not None:
-            found = gradients(step, net, *sets[0])
-            column["gradient_error"] = distance(found, expected)
+            found = on_the_host(evaluate(step, net, *sets[0])["gradients"])
+            column["gradient_error"], _ = gradient_error(found, expected)
         if self.cuda and not methods.captures(method):
             net.zero_grad(set_to_none=True)
             tidy(True)
@@ -207,28 +216,7 @@ class Row:
 
     def timed(self, method: str, count: int) -> list[float]:
         net, sets = self.layout(methods.parse(method)[1])
-        step, samples, pairs = self.steps[method], [], []
-        net.zero_grad(set_to_none=True)
-        step(*sets[-1])
-        if self.cuda:
-            torch.cuda.synchronize()
-        for i in range(count):
-            net.zero_grad(set_to_none=True)
-            if self.cuda:
-                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                start.record()
-                step(*sets[i % len(sets)])
-                end.record()
-                pairs.append((start, end))
-            else:
-                begin = time.perf_counter()
-                step(*sets[i % len(sets)])
-                samples.append(1e3 * (time.perf_counter() - begin))
-        if self.cuda:
-            torch.cuda.synchronize()
-            samples = [start.elapsed_time(end) for start, end in pairs]
-        net.zero_grad(set_to_none=True)
-        return samples
+        return time_steps(self.steps[method], net, sets, count)
 
     def run(self, waiting: int) -> None:
         names = selected(self.chosen, self.net_name)
@@ -272,13 +260,11 @@ class Row:
             for m, times in samples.items()
         }
         samples = {m: [] for m in samples}
-        gc.disable()
         for _ in range(ROUNDS):
             for method, times in samples.items():
                 if time.monotonic() < end or not times:
                     with methods.parse(method)[0].around():
                         times += self.timed(method, max(1, round(counts[method] / ROUNDS)))
-        gc.enable()
         for method, times in samples.items():
             self.columns[method] |= summary(times)
         price(self.columns)
@@ -286,19 +272,8 @@ class Row:
         self.save()
 
 
-def gradients(step: methods.Step, net: nn.Module, x: Tensor, y: Tensor) -> dict[str, Tensor]:
-    net.zero_grad(set_to_none=True)
-    step(x, y)
-    return {
-        name: (torch.zeros_like(p) if p.grad is None else p.grad).detach().double().cpu()
-        for name, p in net.named_parameters()
-    }
-
-
-def distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    """‖g − r‖ / ‖r‖ over all parameters together."""
-    apart = sum(float((found[n] - r).square().sum()) for n, r in expected.items())
-    return (apart / sum(float(r.square().sum()) for r in expected.values())) ** 0.5
+def on_the_host(gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: g.double().cpu() for name, g in gradients.items()}
 
 
 def price(columns: dict[str, dict[str, Any]]) -> None:

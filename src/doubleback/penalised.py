@@ -569,7 +569,7 @@ class WithGradient(CapturedModule):
 
     def _free_to_choose(self) -> bool:
         """Autograd takes several rows one after another, the sweeps together."""
-        return super()._free_to_choose() and not isinstance(self._seed, _Cotangents)
+        return super()._free_to_choose() and not isinstance(self._seed, _SeveralSeeds)
 
     def extra_repr(self) -> str:
         return f"wrt={self.wrt!r}, v={self.v!r}, compile={self.compile_mode!r}"
@@ -676,7 +676,7 @@ class _Own(Custom):
         return v
 
 
-class _Cotangents(Penalty):
+class _SeveralSeeds(Penalty):
     """Several v, one after another along an axis in front."""
 
     def __init__(self, parts: Sequence[Penalty]) -> None:
@@ -708,7 +708,7 @@ def _seed(v: Any) -> Penalty:
             raise InputError(
                 "v is a list of lists; an entry of an output with several axes is a tuple"
             )
-        return _Cotangents([_seed(part) for part in v])
+        return _SeveralSeeds([_seed(part) for part in v])
     if isinstance(v, str):
         if v != "sum":
             raise InputError(f'v must be "sum", an index, a callable, or a list, not {v!r}')
