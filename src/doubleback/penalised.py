@@ -48,8 +48,6 @@ from .run import (
     several,
 )
 
-Cotangent = str | int | tuple[int, ...] | Callable[[Tensor], Tensor]
-
 
 class Penalised(CapturedModule):
     """`out, penalty = Penalised(net, penalty)(x, …)`, both differentiable.
