@@ -18,7 +18,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 HEAD = """# Coverage
 
-This page is written by `tools/list_rules.py` from the records of the last full runs and from the table of rules.
+This page is written by `tools/list_rules.py` from the records of the last runs and from the table of rules.
 """  # noqa: E501
 NETWORKS = """## Networks
 
@@ -60,6 +60,7 @@ def networks() -> list[str]:
         cells = [name, found["versions"][name], *map(str, numbers)]
         table.append("| " + " | ".join(cells) + " |")
     parts.append("\n".join(table) + "\n")
+    parts += [found["note"] + "\n"] if "note" in found else []
     rows = found["results"]
     lost: dict[str, list[str]] = {}
     for row in rows:
@@ -90,6 +91,7 @@ def operators() -> list[str]:
     found = read("operators.json")
     count = {key.replace("second in ", ""): n for key, n in found["count"].items()}
     parts = [OPERATORS.format(**count, date=found["date"][:10])]
+    parts += [found["note"] + "\n"] if "note" in found else []
     reasons: dict[tuple[str, str], list[str]] = {}
     for row in found["results"]:
         for way, why in row.get("reasons", {}).items():
