@@ -7,6 +7,7 @@
 # make mutate   small errors put into the formulas, which the tests must notice: ARGS="--mutants 200"
 # make docs   the site, under build/site; a warning is an error
 # make test-integrations   with Lightning, Hugging Face's Trainer and accelerate installed
+# make test-forces   the recipes of docs/forces.md against the packages themselves, in .venv-forces
 # make bench  the measurements behind the README's table (a GPU is used when there is one)
 
 PYTHON ?= python3
@@ -15,7 +16,7 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --constraint
 STAMP := .venv/.doubleback
 
 .DELETE_ON_ERROR:
-.PHONY: setup demo reproduce examples test test-integrations docs lint types fuzz fuzz-faults mutate bench readme clean
+.PHONY: setup demo reproduce examples test test-integrations test-forces docs lint types fuzz fuzz-faults mutate bench readme clean
 
 setup: $(STAMP)
 
@@ -42,6 +43,17 @@ test: lint types
 test-integrations: $(STAMP)
 	@$(PIP) --no-build-isolation --editable '.[test,integrations]'
 	@$(BIN)/python -m pytest -q tests/test_integrations.py $(ARGS)
+
+# MACE asks for e3nn 0.4 and NequIP for a newer one: two environments.
+test-forces:
+	@for kind in mace others; do \
+	  test -x .venv-forces/$$kind/bin/python || $(PYTHON) -m venv .venv-forces/$$kind; \
+	done
+	@.venv-forces/mace/bin/python -m pip install -qq --editable . pytest mace-torch
+	@.venv-forces/others/bin/python -m pip install -qq --editable . pytest nequip nequip-allegro torch_geometric torchmd-net
+	@.venv-forces/others/bin/python -m pip install -qq schnetpack
+	@.venv-forces/mace/bin/python -m pytest -q tests/test_forces.py -k "MACE" $(ARGS)
+	@.venv-forces/others/bin/python -m pytest -q tests/test_forces.py -k "not MACE" $(ARGS)
 
 docs: $(STAMP)
 	@$(PIP) --no-build-isolation --editable '.[docs]'
@@ -73,5 +85,5 @@ readme: $(STAMP)
 	@$(BIN)/python benchmarks/spaces_table.py
 
 clean:
-	rm -rf .venv build dist .hypothesis .pytest_cache .ruff_cache
+	rm -rf .venv .venv-forces build dist .hypothesis .pytest_cache .ruff_cache
 	find src tests benchmarks reproduce examples -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -4,7 +4,7 @@
 
 Microseconds on the device, each operator many times in one CUDA graph; beside them the largest
 difference, relative to PyTorch's largest entry, and the time in which memory could move both images
-once. The tables of kernels/strided.py and kernels/depthwise.py are made of these. `--device cpu`
+once. The tables of kernels/products.py and kernels/depthwise.py are made of these. `--device cpu`
 takes small layers, and PyTorch's kernels on both sides: it shows that the script runs.
 """
 

@@ -1,4 +1,5 @@
-"""Writes the measured tables of docs/jacobian.md and docs/patch.md from benchmarks/results.
+"""Writes the measured tables of docs/jacobian.md and docs/patch.md, and that of changing sizes on
+docs/benchmarks.md, from benchmarks/results.
 
 python benchmarks/measured_tables.py            rewrite what lies between the markers
 python benchmarks/measured_tables.py --check    exit with 1 if that would change anything
@@ -17,7 +18,6 @@ from spaces_table import markdown
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-START, END = "<!-- bench:start -->", "<!-- bench:end -->"
 
 
 def facts(document: dict[str, Any]) -> str:
@@ -125,17 +125,57 @@ def layers(path: Path) -> str:
     return text + markdown(["layer", "stock", "**patched**", "faster"], lines) + source(path)
 
 
+def shapes(path: Path) -> str:
+    """Energies and forces of molecules, every batch of another size."""
+    document = json.loads(path.read_text(encoding="utf-8"))
+    # a file of one network alone says its version of torch and nothing of the network
+    version = document.get("versions", document)["torch"]
+    lines = []
+    for row in document["rows"]:
+        name = [row.get("net", "schnet"), row["method"]]
+        if row.get("median_ms") is None:
+            lines.append([*name, row.get("failed", "not finished").splitlines()[0][:70], *"–––––"])
+            continue
+        low, high = row["quartiles_ms"]
+        warm = row["warm_up_ms"]
+        lines.append(
+            [
+                *name,
+                f"{row['median_ms']:.1f} ({low:.1f}–{high:.1f})",
+                f"{row['over_stock']:.2f}" if "over_stock" in row else "–",
+                f"{row['peak_mib']:.0f}" if "peak_mib" in row else "–",
+                f"{warm[0] / 1e3:.1f} / {sum(warm) / 1e3:.1f}",
+                f"{row['slowest_ms']:.1f}",
+                f"{row['gradient_error']:.0e}",
+            ]
+        )
+    settings = document["settings"]
+    text = (
+        f"**{document['hardware']}** (torch {version}; {document['date'][:10]}), "
+        f"{settings['dtype']} without TF32, {settings['molecules']} molecules of 9 to 27 atoms, no "
+        "two batches alike in size; all methods of a network interleaved in one process. "
+        "Milliseconds of a step with quartiles; peak memory beyond what was there, over a pass "
+        "through all batches; seconds of the first batch and of all of the warm-up; the slowest "
+        "later step; the gradient's error against float64.\n\n"
+    )
+    heads = ["network", "method", "step, ms", "over stock", "MiB", "first / warm-up, s", "slowest",
+             "error"]  # fmt: skip
+    return text + markdown(heads, lines) + f"\n`{document['command']}`" + source(path)
+
+
 PAGES = {
-    "jacobian.md": (jacobian, "jacobian-h200.json"),
-    "patch.md": (patch, "patch-h200.json"),
+    "jacobian.md": ("bench", jacobian, "jacobian-h200.json"),
+    "patch.md": ("bench", patch, "patch-h200.json"),
+    "benchmarks.md": ("shapes", shapes, "shapes-h200.json"),
 }
 
 
-def rewritten(page: str, table: str) -> str:
-    pattern = re.compile(re.escape(START) + ".*?" + re.escape(END), re.DOTALL)
+def rewritten(page: str, table: str, mark: str) -> str:
+    start, end = f"<!-- {mark}:start -->", f"<!-- {mark}:end -->"
+    pattern = re.compile(re.escape(start) + ".*?" + re.escape(end), re.DOTALL)
     if len(pattern.findall(page)) != 1:
-        raise SystemExit(f"the page needs one {START} and one {END} after it")
-    return pattern.sub(lambda _: f"{START}\n\n{table}\n{END}", page)
+        raise SystemExit(f"the page needs one {start} and one {end} after it")
+    return pattern.sub(lambda _: f"{start}\n\n{table}\n{end}", page)
 
 
 def main() -> int:
@@ -143,10 +183,10 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="change nothing, exit with 1 if stale")
     stale = False
     checks = parser.parse_args().check
-    for name, (make, results) in PAGES.items():
+    for name, (mark, make, results) in PAGES.items():
         page = ROOT / "docs" / name
         old = page.read_text(encoding="utf-8")
-        new = rewritten(old, make(RESULTS / results))
+        new = rewritten(old, make(RESULTS / results), mark)
         stale |= new != old
         if not checks:
             page.write_text(new, encoding="utf-8")

@@ -1,12 +1,16 @@
 """Sizes that change: energies and forces of molecules, every batch of another size.
 
-    PYTHONPATH=src python benchmarks/shapes.py --device cuda --out shapes.json
+    PYTHONPATH=src python benchmarks/shapes.py --device cuda --out shapes-h200.json
+    PYTHONPATH=src python benchmarks/shapes.py --molecules 4 --width 32 --nets schnet    # two cores
 
-A SchNet-like network (widths as published: 128 features, 3 interactions, 50 radial waves) is
-trained on energies and forces. All methods run in one process, interleaved batch by batch, on the
-same batches; the first batches of each (captures, compilation) are timed apart. Written down:
-medians and quartiles of the step, every call of the warm-up, the slowest later call, peak memory,
-growth of memory over the run, and the gradient's error against float64 autograd.
+Potentials of benchmarks/potentials.py are trained on energies and forces. One process measures one
+network: each method takes the first batches alone (captures, compilations), then all of them take
+the others in turn, batch by batch. Written down for each: every call of the warm-up, medians and
+quartiles of the later ones, the slowest, what a size costs that has not been met before, peak
+memory, its growth over the run, and the gradient's error against stock autograd in float64.
+
+A network has `--row-seconds`: methods that are not reached by then are recorded as such. The file
+is written anew after each network, and a process that fails loses no more than its own.
 """
 
 from __future__ import annotations
@@ -15,98 +19,34 @@ import argparse
 import copy
 import datetime
 import json
-import platform
+import shlex
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import doubleback as db
+from measuring import allow_tf32, hardware, tidy, versions, write
+from potentials import INPUTS, POTENTIALS, loss_of, make_batch
 
-
-class Shifted(nn.Module):
-    """softplus(x) − log 2."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.softplus(x) - 0.6931471805599453
-
-
-class Interaction(nn.Module):
-    def __init__(self, width: int, waves: int) -> None:
-        super().__init__()
-        self.filter = nn.Sequential(nn.Linear(waves, width), Shifted(), nn.Linear(width, width))
-        self.before = nn.Linear(width, width, bias=False)
-        self.after = nn.Sequential(nn.Linear(width, width), Shifted(), nn.Linear(width, width))
-
-    def forward(self, h: Tensor, waves: Tensor, cut: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        messages = self.before(h)[j] * (self.filter(waves) * cut)
-        return h + self.after(torch.zeros_like(h).index_add(0, i, messages))
-
-
-class SchNet(nn.Module):
-    """Continuous-filter convolutions over neighbours (Schütt et al., 2017)."""
-
-    def __init__(self, width: int = 128, layers: int = 3, waves: int = 50, cutoff: float = 5.0):
-        super().__init__()
-        self.embed = nn.Embedding(100, width)
-        self.register_buffer("centres", torch.linspace(0, cutoff, waves))
-        self.cutoff = cutoff
-        self.layers = nn.ModuleList(Interaction(width, waves) for _ in range(layers))
-        self.head = nn.Sequential(nn.Linear(width, width // 2), Shifted(), nn.Linear(width // 2, 1))
-
-    def forward(self, pos: Tensor, z: Tensor, edges: Tensor, batch: Tensor, like: Tensor) -> Tensor:
-        """like: any tensor with one row per molecule."""
-        i, j = edges[0], edges[1]
-        apart = (pos[i] - pos[j]).square().sum(-1, keepdim=True).add(1e-12).sqrt()
-        waves = torch.exp(-10.0 * (apart - self.centres).square())
-        cut = 0.5 * (torch.cos(apart * (torch.pi / self.cutoff)) + 1.0)
-        h = self.embed(z)
-        for layer in self.layers:
-            h = layer(h, waves, cut, i, j)
-        each = self.head(h)[:, 0]
-        return torch.zeros_like(like).index_add(0, batch, each)
-
-
-def make_batch(molecules: int, seed: int, device: str, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Molecules of 9 to 27 atoms at random places, neighbours within 5."""
-    g = torch.Generator().manual_seed(seed)
-    pos, z, batch, edges, start = [], [], [], [], 0
-    for m in range(molecules):
-        n = int(torch.randint(9, 28, (1,), generator=g))
-        at = 2.2 * n ** (1 / 3) * torch.rand(n, 3, generator=g)
-        near = (torch.cdist(at, at) < 5.0) & ~torch.eye(n, dtype=torch.bool)
-        edges.append(near.nonzero().T + start)
-        pos.append(at)
-        z.append(torch.randint(1, 10, (n,), generator=g))
-        batch.append(torch.full((n,), m))
-        start += n
-    made = {
-        "pos": torch.cat(pos).to(dtype), "z": torch.cat(z), "edges": torch.cat(edges, 1),
-        "batch": torch.cat(batch), "like": torch.zeros(molecules, dtype=dtype),
-        "energy": torch.randn(molecules, generator=g).to(dtype),
-        "forces": torch.randn(start, 3, generator=g).to(dtype),
-    }  # fmt: skip
-    return {name: t.to(device) for name, t in made.items()}
-
-
-INPUTS = ("pos", "z", "edges", "batch", "like")
-
-
-def loss_of(energy: Tensor, gradient: Tensor, given: dict[str, Tensor]) -> Tensor:
-    return F.mse_loss(energy, given["energy"]) + 10.0 * F.l1_loss(-gradient, given["forces"])
-
+HERE = Path(__file__).resolve().parent
+Batch = dict[str, Tensor]
+Step = Callable[[Batch], Tensor]
 
 # ------------------------------------------------------------------------------- methods
 
 
-def energy_only(net: nn.Module) -> Callable:
-    def step(given: dict[str, Tensor]) -> Tensor:
+def energy_only(net: nn.Module) -> Step:
+    def step(given: Batch) -> Tensor:
         loss = F.mse_loss(net(*(given[n] for n in INPUTS)), given["energy"])
         loss.backward()
         return loss
@@ -114,32 +54,55 @@ def energy_only(net: nn.Module) -> Callable:
     return step
 
 
-def stock(net: nn.Module) -> Callable:
-    def step(given: dict[str, Tensor]) -> Tensor:
-        pos = given["pos"].detach().requires_grad_()
+def whole_loss(net: nn.Module) -> Callable[[Tensor, Batch], Tensor]:
+    """pos must require grad."""
+
+    def loss(pos: Tensor, given: Batch) -> Tensor:
         energy = net(pos, *(given[n] for n in INPUTS[1:]))
         (gradient,) = torch.autograd.grad(energy.sum(), pos, create_graph=True)
-        loss = loss_of(energy, gradient, given)
-        loss.backward()
-        return loss
+        return loss_of(energy, gradient, given)
+
+    return loss
+
+
+def stock(net: nn.Module) -> Step:
+    loss = whole_loss(net)
+
+    def step(given: Batch) -> Tensor:
+        value = loss(given["pos"].detach().requires_grad_(), given)
+        value.backward()
+        return value
 
     return step
 
 
-def patched(net: nn.Module) -> Callable:
+def stock_whole_compiled(net: nn.Module) -> Step:
+    """torch.compile of the whole loss, with Dynamo's switch for derivatives inside."""
+    torch._dynamo.config.trace_autograd_ops = True
+    loss = torch.compile(whole_loss(net), dynamic=True, fullgraph=True)
+
+    def step(given: Batch) -> Tensor:
+        value = loss(given["pos"].detach().requires_grad_(), given)
+        value.backward()
+        return value
+
+    return step
+
+
+def patched(net: nn.Module) -> Step:
     run = stock(net)
 
-    def step(given: dict[str, Tensor]) -> Tensor:
+    def step(given: Batch) -> Tensor:
         with db.patched():
             return run(given)
 
     return step
 
 
-def with_gradient(net: nn.Module, compile: bool = False) -> Callable:
+def with_gradient(net: nn.Module, compile: bool = False) -> Step:
     model = db.WithGradient(net, wrt="pos", compile=compile, strict=True)
 
-    def step(given: dict[str, Tensor]) -> Tensor:
+    def step(given: Batch) -> Tensor:
         energy, gradient = model(*(given[n] for n in INPUTS))
         loss = loss_of(energy, gradient, given)
         loss.backward()
@@ -148,16 +111,13 @@ def with_gradient(net: nn.Module, compile: bool = False) -> Callable:
     return step
 
 
-def whole_step(net: nn.Module) -> Callable:
-    def loss(given: dict[str, Tensor]) -> Tensor:
-        pos = given["pos"].detach().requires_grad_()
-        energy = net(pos, *(given[n] for n in INPUTS[1:]))
-        (gradient,) = torch.autograd.grad(energy.sum(), pos, create_graph=True)
-        return loss_of(energy, gradient, given)
+def whole_step(net: nn.Module) -> Step:
+    loss = whole_loss(net)
+    compiled = db.compile(
+        lambda given: loss(given["pos"].detach().requires_grad_(), given), strict=True
+    )
 
-    compiled = db.compile(loss)  # type: ignore[attr-defined]
-
-    def step(given: dict[str, Tensor]) -> Tensor:
+    def step(given: Batch) -> Tensor:
         value = compiled(given)
         value.backward()
         return value
@@ -165,41 +125,148 @@ def whole_step(net: nn.Module) -> Callable:
     return step
 
 
-METHODS: dict[str, Callable[[nn.Module], Callable]] = {
+def traced(fn: Callable, net: nn.Module, given: Batch, names: tuple[str, ...]) -> Any:
+    """fn(parameters, *data) as a flat graph by make_fx, the sizes of the data left open; its
+    stand-ins, and the mode they belong to."""
+    from torch._subclasses import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+    from torch.fx.experimental.symbolic_shapes import (
+        DimDynamic,
+        ShapeEnv,
+        StatelessSymbolicContext,
+    )
+
+    mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+
+    def stand_in(name: str) -> Tensor:
+        t = given[name]
+        open_at = 1 if name == "edges" else 0
+        kinds = [DimDynamic.STATIC] * t.dim()
+        kinds[open_at] = DimDynamic.DYNAMIC
+        return mode.from_tensor(t, symbolic_context=StatelessSymbolicContext(kinds))  # type: ignore[arg-type]
+
+    parameters = [mode.from_tensor(p.detach(), static_shapes=True) for p in net.parameters()]
+    data = [stand_in(name) for name in names]
+    with mode:
+        graph = make_fx(fn, tracing_mode="symbolic", _allow_non_fake_inputs=True)(parameters, *data)
+    return graph, [*parameters, *data], mode
+
+
+def nequip(net: nn.Module) -> Step:
+    """Energy and forces traced by make_fx with open sizes, then torch.compile: forces are operators
+    by then, and the loss's gradient is a first-order one, as in NequIP's compiled training."""
+    names = [name for name, _ in net.named_parameters()]
+    parameters = list(net.parameters())
+    compiled: list[Callable] = []
+
+    def outputs(weights: list[Tensor], pos: Tensor, *others: Tensor) -> tuple[Tensor, Tensor]:
+        weights = [w.detach().requires_grad_() for w in weights]
+        pos = pos.detach().requires_grad_()
+        given = dict(zip(names, weights, strict=True))
+        energy = torch.func.functional_call(net, given, (pos, *others))
+        (gradient,) = torch.autograd.grad(energy.sum(), pos, create_graph=True)
+        return energy, gradient
+
+    def step(given: Batch) -> Tensor:
+        data = [given[n] for n in INPUTS]
+        if not compiled:
+            graph, _, _ = traced(outputs, net, given, INPUTS)
+            strip_detach(graph)
+            compiled.append(torch.compile(graph, dynamic=True, fullgraph=True))
+        energy, gradient = compiled[0](parameters, *data)
+        loss = loss_of(energy, gradient, given)
+        loss.backward()
+        return loss
+
+    return step
+
+
+def strip_detach(graph: torch.fx.GraphModule) -> None:
+    """make_fx writes a detach wherever autograd saved a tensor, which would cut the graph."""
+    for node in list(graph.graph.nodes):
+        if node.target is torch.ops.aten.detach.default:
+            node.replace_all_uses_with(node.args[0])
+            graph.graph.erase_node(node)
+    graph.recompile()
+
+
+def make_fx_whole(net: nn.Module) -> Step:
+    """Loss and all parameters' gradients traced by make_fx with open sizes, by Inductor at once."""
+    from torch._guards import TracingContext, tracing
+    from torch._inductor.compile_fx import compile_fx
+
+    names = [name for name, _ in net.named_parameters()]
+    inputs = (*INPUTS, "energy", "forces")
+    compiled: list[Callable] = []
+
+    def value(weights: list[Tensor], pos: Tensor, *others: Tensor) -> list[Tensor]:
+        weights = [w.detach().requires_grad_() for w in weights]
+        given = dict(zip(inputs, (pos.detach().requires_grad_(), *others), strict=True))
+        energy = torch.func.functional_call(
+            net, dict(zip(names, weights, strict=True)), tuple(given[n] for n in INPUTS)
+        )
+        (gradient,) = torch.autograd.grad(energy.sum(), given["pos"], create_graph=True)
+        loss = loss_of(energy, gradient, given)
+        return [loss.detach(), *torch.autograd.grad(loss, weights)]
+
+    def step(given: Batch) -> Tensor:
+        if not compiled:
+            graph, stand_ins, mode = traced(value, net, given, inputs)
+            graph.graph.set_codegen(torch.fx.graph.CodeGen())  # one input each, without the list
+            flat = torch.fx.GraphModule(graph, graph.graph)
+            with tracing(TracingContext(mode)), torch.no_grad():
+                compiled.append(compile_fx(flat, stand_ins))  # type: ignore[arg-type]
+        with torch.no_grad():
+            found = compiled[0](*net.parameters(), *(given[n] for n in inputs))
+        for p, g in zip(net.parameters(), found[1:], strict=True):
+            p.grad = g
+        return found[0]
+
+    return step
+
+
+def compiled_net(net: nn.Module, **options: Any) -> Step:
+    return stock(torch.compile(net, **options))  # type: ignore[arg-type]
+
+
+METHODS: dict[str, Callable[[nn.Module], Step]] = {
     "energy only": energy_only,
-    "energy only, compiled": lambda net: energy_only(torch.compile(net, dynamic=True)),  # type: ignore[arg-type]
     "stock": stock,
-    "db.patch": patched,
     "WithGradient": with_gradient,
-    "WithGradient, compiled": lambda net: with_gradient(net, compile=True),
     "db.compile": whole_step,
-    "backend": lambda net: stock(torch.compile(net, backend="doubleback", dynamic=True)),  # type: ignore[arg-type]
-    "backend, sizes static at first": lambda net: stock(torch.compile(net, backend="doubleback")),  # type: ignore[arg-type]
+    "WithGradient, compiled": lambda net: with_gradient(net, compile=True),
+    "backend": lambda net: compiled_net(net, backend="doubleback", dynamic=True),
+    "make_fx and torch.compile (NequIP)": nequip,
+    "make_fx of the step, Inductor": make_fx_whole,
+    "energy only, compiled": lambda net: energy_only(torch.compile(net, dynamic=True)),  # type: ignore[arg-type]
+    "torch.compile of the net": lambda net: compiled_net(net, dynamic=True),
+    "torch.compile of the loss": stock_whole_compiled,
+    "db.patch": patched,
+    "backend, sizes static at first": lambda net: compiled_net(net, backend="doubleback"),
 }
 
 
 # ---------------------------------------------------------------------------- measurement
 
 
-def sync(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
-
-
-def timed(step: Callable, given: dict[str, Tensor], net: nn.Module, device: str) -> float:
+def timed(step: Step, given: Batch, net: nn.Module, cuda: bool) -> float:
     net.zero_grad(set_to_none=True)
-    sync(device)
+    if cuda:
+        torch.cuda.synchronize()
     start = time.perf_counter()
     step(given)
-    sync(device)
+    if cuda:
+        torch.cuda.synchronize()
     return 1e3 * (time.perf_counter() - start)
 
 
 def gradients(net: nn.Module) -> list[Tensor]:
-    return [p.grad.detach().double().cpu().clone() for p in net.parameters() if p.grad is not None]
+    found = [p.grad for p in net.parameters()]
+    both = zip(found, net.parameters(), strict=True)
+    return [(torch.zeros_like(p) if g is None else g).detach().double().cpu() for g, p in both]
 
 
-def truth(net: nn.Module, given: dict[str, Tensor], whole: bool) -> list[Tensor]:
+def truth(net: nn.Module, given: Batch, whole: bool) -> list[Tensor]:
     """By stock autograd in float64."""
     wide = copy.deepcopy(net).double()
     given = {n: t.double() if t.is_floating_point() else t for n, t in given.items()}
@@ -213,103 +280,183 @@ def error(found: list[Tensor], expected: list[Tensor]) -> float:
     return (off / sum(float(b.square().sum()) for b in expected)) ** 0.5
 
 
-def measure(arguments: argparse.Namespace) -> list[dict]:
-    device, dtype = arguments.device, getattr(torch, arguments.dtype)
-    torch.manual_seed(0)
-    net = SchNet(arguments.width).to(device, dtype)
-    total = arguments.warm + arguments.batches
-    batches = [make_batch(arguments.molecules, s, device, dtype) for s in range(total)]
-    rows, steps = [], {}
-    for name in arguments.methods:
-        own = copy.deepcopy(net)
+class Network:
+    """The rows of one network, one for each method, written to a file as they come."""
+
+    def __init__(self, chosen: argparse.Namespace) -> None:
+        self.chosen, self.cuda = chosen, chosen.device == "cuda"
+        dtype = getattr(torch, chosen.dtype)
+        torch.manual_seed(0)
+        options = {"width": chosen.width} if chosen.width else {}
+        self.net = POTENTIALS[chosen.row](**options).to(chosen.device, dtype)
+        total = chosen.warm + chosen.batches
+        self.batches = [make_batch(chosen.molecules, s, chosen.device, dtype) for s in range(total)]
+        self.rows: list[dict[str, Any]] = []
+        self.steps: dict[str, tuple[nn.Module, Step]] = {}
+        self.end = time.monotonic() + chosen.row_seconds
+
+    def save(self, complete: bool = False) -> None:
+        write(self.chosen.folder / f"{self.chosen.row}.json",
+              {"rows": self.rows, "complete": complete})  # fmt: skip
+
+    def left(self) -> float:
+        return self.end - time.monotonic()
+
+    def warm_up(self, name: str) -> None:
+        """The first batches, and the gradient's error at the last of them. All methods together may
+        take two thirds of the time."""
+        row: dict[str, Any] = {"net": self.chosen.row, "method": name}
+        self.rows.append(row)
+        if self.left() < self.chosen.row_seconds / 3:
+            row["failed"] = "not run: no time left"
+            return
+        own, first = copy.deepcopy(self.net), self.batches[: self.chosen.warm]
         try:
             step = METHODS[name](own)
-            warm = []
-            for given in batches[: arguments.warm]:
-                warm.append(timed(step, given, own, device))
-            found = gradients(own)
-        except Exception as problem:
-            print(f"{name}: {type(problem).__name__}: {str(problem)[:300]}", file=sys.stderr)
-            rows.append({"method": name, "failed": f"{type(problem).__name__}: {problem}"[:300]})
-            continue
-        expected = truth(own, batches[arguments.warm - 1], not name.startswith("energy"))
-        steps[name] = (own, step)
-        rows.append({"method": name, "warm_up_ms": [round(t, 2) for t in warm],
-                     "gradient_error": error(found, expected), "times": []})  # fmt: skip
-        print(f"{name}: warm-up {sum(warm) / 1e3:.1f} s, error {rows[-1]['gradient_error']:.1e}")
-    by_name = {row["method"]: row for row in rows}
-    for given in batches[arguments.warm :]:
-        for name, (own, step) in steps.items():
-            by_name[name]["times"].append(timed(step, given, own, device))
-    for name, (own, step) in steps.items():
-        by_name[name].update(memory(own, step, batches[arguments.warm :], device))
-    for row in rows:
-        if "times" in row:
-            times = row.pop("times")
-            low, middle, high = statistics.quantiles(times, n=4)
-            row.update(median_ms=round(middle, 3), quartiles_ms=[round(low, 3), round(high, 3)],
-                       slowest_ms=round(max(times), 2))  # fmt: skip
-    return rows
-
-
-def memory(own: nn.Module, step: Callable, batches: list, device: str) -> dict:
-    """Peak of one pass over the batches, and by how much what stays allocated grew."""
-    if device != "cuda":
-        return {}
-    timed(step, batches[0], own, device)
-    own.zero_grad(set_to_none=True)
-    sync(device)
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    for given in batches:
-        timed(step, given, own, device)
-    own.zero_grad(set_to_none=True)
-    sync(device)
-    peak = torch.cuda.max_memory_allocated() - before
-    grown = torch.cuda.memory_allocated() - before
-    return {"peak_mib": round(peak / 2**20, 1), "grown_mib": round(grown / 2**20, 3)}
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--dtype", default="float32", choices=("float32", "float64"))
-    parser.add_argument("--molecules", type=int, default=64)
-    parser.add_argument("--width", type=int, default=128)
-    parser.add_argument("--batches", type=int, default=50)
-    parser.add_argument("--warm", type=int, default=6, help="batches before the timed ones")
-    parser.add_argument("--threads", type=int, default=0)
-    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS))
-    parser.add_argument("--out", type=Path)
-    arguments = parser.parse_args()
-    if arguments.threads:
-        torch.set_num_threads(arguments.threads)
-    if arguments.device == "cuda" and not torch.cuda.is_available():
-        parser.exit(2, "shapes.py: there is no CUDA device here\n")
-    warnings.simplefilter("ignore", FutureWarning)
-    rows = measure(arguments)
-    cuda = arguments.device == "cuda"
-    result = {
-        "command": "PYTHONPATH=src python benchmarks/shapes.py " + " ".join(sys.argv[1:]),
-        "hardware": torch.cuda.get_device_name() if cuda else platform.processor() or "CPU",
-        "torch": torch.__version__,
-        "doubleback": db.__version__,
-        "date": datetime.date.today().isoformat(),
-        "tf32": torch.backends.cuda.matmul.allow_tf32,
-        "settings": {k: v for k, v in vars(arguments).items() if k not in ("out", "methods")},
-        "rows": rows,
-    }
-    stock_ms = next((r.get("median_ms") for r in rows if r["method"] == "stock"), None)
-    for row in rows:
-        if "median_ms" in row and stock_ms:
-            row["over_stock"] = round(row["median_ms"] / stock_ms, 3)
-            print(
-                f"{row['method']:26} {row['median_ms']:9.3f} ms  {row['over_stock']:6.3f} × stock"
+            times = []
+            row["warm_up_ms"] = times
+            for given in first:
+                times.append(round(timed(step, given, own, self.cuda), 2))
+            row["gradient_error"] = error(
+                gradients(own), truth(self.net, first[-1], not name.startswith("energy"))
             )
-    if arguments.out:
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(json.dumps(result, indent=1, default=str) + "\n")
+        except Exception as problem:
+            row["failed"] = f"{type(problem).__name__}: {problem}"[:300]
+            print(f"{self.chosen.row}, {name}: {row['failed']}", file=sys.stderr)
+            return
+        self.steps[name] = (own, step)
+        spent = sum(times) / 1e3
+        print(f"{self.chosen.row}, {name}: {spent:.1f} s, error {row['gradient_error']:.1e}")
+
+    def run(self) -> None:
+        for name in self.chosen.methods:
+            self.warm_up(name)
+            tidy(self.cuda)
+            self.save()
+        times: dict[str, list[float]] = {name: [] for name in self.steps}
+        later = self.batches[self.chosen.warm :]
+        for i, given in enumerate(later):
+            if i >= 4 and self.left() < self.chosen.row_seconds / 10:
+                break
+            for name, (own, step) in self.steps.items():
+                times[name].append(timed(step, given, own, self.cuda))
+        base = times.get("stock")
+        for row in self.rows:
+            samples = times.get(row["method"])
+            if not samples:
+                continue
+            low, middle, high = statistics.quantiles(samples, n=4)
+            row.update(
+                median_ms=round(middle, 3), quartiles_ms=[round(low, 3), round(high, 3)],
+                slowest_ms=round(max(samples), 2), batches=len(samples),
+                first_batch_s=round(row["warm_up_ms"][0] / 1e3, 3),
+                warm_up_s=round(sum(row["warm_up_ms"]) / 1e3, 3),
+            )  # fmt: skip
+            if base:
+                row["over_stock"] = round(middle / statistics.median(base), 3)
+        self.save()
+        for row in self.rows:
+            if row["method"] in self.steps and self.cuda:
+                row.update(self.memory(*self.steps[row["method"]]))
+        self.save(complete=True)
+
+    def memory(self, own: nn.Module, step: Step) -> dict[str, float]:
+        """Peak of one pass over the batches, and by how much what stays allocated grew."""
+        later = self.batches[self.chosen.warm :]
+        timed(step, later[0], own, True)
+        own.zero_grad(set_to_none=True)
+        tidy(True)
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        for given in later:
+            timed(step, given, own, True)
+        own.zero_grad(set_to_none=True)
+        torch.cuda.synchronize()
+        peak = torch.cuda.max_memory_allocated() - before
+        grown = torch.cuda.memory_allocated() - before
+        return {"peak_mib": round(peak / 2**20, 1), "grown_mib": round(grown / 2**20, 3)}
+
+
+# ------------------------------------------------------------------------------ the whole run
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    add = parser.add_argument
+    add("--nets", nargs="+", default=list(POTENTIALS), choices=list(POTENTIALS))
+    add("--methods", nargs="+", default=list(METHODS), choices=list(METHODS), metavar="METHOD")
+    add("--without", nargs="+", default=[], choices=list(METHODS), metavar="METHOD")
+    add("--device", default="cpu", choices=("cpu", "cuda"))
+    add("--dtype", default="float32", choices=("float32", "float64"))
+    add("--molecules", type=int, default=64)
+    add("--width", type=int, help="default: as published")
+    add("--batches", type=int, default=40)
+    add("--warm", type=int, default=8, help="batches before the timed ones")
+    add("--row-seconds", type=float, default=280.0, help="for one network")
+    add("--threads", type=int, default=0)
+    add("--out", type=Path)
+    add("--row", choices=list(POTENTIALS), help=argparse.SUPPRESS)
+    add("--folder", type=Path, help=argparse.SUPPRESS)
+    chosen = parser.parse_args()
+    chosen.methods = [m for m in chosen.methods if m not in chosen.without]
+    if chosen.device == "cuda" and not torch.cuda.is_available():
+        parser.exit(2, "shapes.py: there is no CUDA device here\n")
+    return chosen
+
+
+def command_line() -> str:
+    words = sys.argv[1:]
+    if "--out" in words[:-1]:
+        at = words.index("--out") + 1
+        words[at] = Path(words[at]).name
+    return shlex.join(["python", "benchmarks/shapes.py", *words])
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    for row in rows:
+        head = f"{row['net']:12} {row['method']:36}"
+        if row.get("median_ms") is None:
+            print(f"{head} {row.get('failed', 'not finished')[:90]}")
+            continue
+        times = f"{row['median_ms']:9.3f} ms  {row.get('over_stock', float('nan')):6.3f} × stock"
+        print(f"{head} {times}  {row.get('peak_mib', float('nan')):8.1f} MiB")
+
+
+def main() -> int:
+    chosen = arguments()
+    if chosen.threads:
+        torch.set_num_threads(chosen.threads)
+    if chosen.row:
+        allow_tf32(False)
+        warnings.simplefilter("ignore", FutureWarning)
+        Network(chosen).run()
+        return 0
+    document: dict[str, Any] = {
+        "command": command_line(), "hardware": hardware(chosen.device), "versions": versions(),
+        "doubleback": db.__version__, "date": datetime.date.today().isoformat(), "tf32": False,
+        "settings": {n: getattr(chosen, n) for n in
+                     ("dtype", "molecules", "width", "batches", "warm", "row_seconds")},
+        "rows": [],
+    }  # fmt: skip
+    with tempfile.TemporaryDirectory() as name:
+        for net in chosen.nets:
+            words = [*sys.argv[1:], "--row", net, "--folder", name]
+            process = subprocess.Popen([sys.executable, str(HERE / "shapes.py"), *words])
+            try:
+                # a compilation is not interrupted from within
+                process.wait(1.5 * chosen.row_seconds)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            path = Path(name) / f"{net}.json"
+            rows = json.loads(path.read_text())["rows"] if path.exists() else []
+            if not rows:
+                rows = [{"net": net, "method": "all", "failed": f"exit {process.returncode}"}]
+            show(rows)
+            document["rows"] += rows
+            write(chosen.out, document)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

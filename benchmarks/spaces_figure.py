@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 import doubleback as db
 import measuring
-from doubleback.cli.experiment import Images
+from doubleback.cli.shared import Images
 from measuring import hardware, versions
 
 ROOT = Path(__file__).parents[1]

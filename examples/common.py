@@ -243,8 +243,11 @@ def main(
     argv: Sequence[str] | None = None,
     *,
     data: bool = False,
+    options: Callable[[argparse.ArgumentParser], None] | None = None,
 ) -> int:
-    """Parse, run, print, write. Exit status 2 and one line on stderr for what cannot be run."""
+    """Parse, run, print, write. Exit status 2 and one line on stderr for what cannot be run.
+
+    data: whether the example takes images from `--data`; options: adds arguments of its own."""
     parser = argparse.ArgumentParser(prog=f"python -m examples.{name}", description=description)
     parser.add_argument("--full", action="store_true", help="the large size, for an hour at most")
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="default: %(default)s")
@@ -259,6 +262,8 @@ def main(
             metavar="SOURCE",
             help="digits (default) or mnist-idx:FOLDER",
         )
+    if options is not None:
+        options(parser)
     arguments = parser.parse_args(argv)
     width = None if sys.stdout.isatty() else 160
     console = Console(highlight=False, soft_wrap=True, width=width)
@@ -272,7 +277,8 @@ def main(
         settings = {"full": arguments.full, "seed": arguments.seed}
         if data:
             settings["data"] = arguments.data.partition(":")[0]
-        for path in report.write(folder, name, settings):
+        other = data and settings["data"] != "digits"  # beside the record of the default
+        for path in report.write(folder, f"{name}-mnist" if other else name, settings):
             console.print(f"written: {path}")
         console.print(f"{time.perf_counter() - start:.0f} s")
         return 0

@@ -543,6 +543,35 @@ def test_assigned_buffers_and_attributes_are_those_of_the_network():
     torch.testing.assert_close(net(x), twin(x))
 
 
+class Sums(nn.Module):
+    """Adds to a buffer in place, and returns it beside its output."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+        self.register_buffer("total", torch.zeros(()))
+
+    def forward(self, x):
+        self.total += x.detach().mean()
+        return torch.tanh(self.linear(x)) * self.total, self.total, self.linear(x).detach()
+
+
+@pytest.mark.parametrize("after", [None, 0])
+def test_a_buffer_that_is_added_to_stays_the_same_tensor(after):
+    nets = [Sums(), Sums()]
+    nets[1].load_state_dict(nets[0].state_dict())
+    buffer = nets[0].total
+    model = db.Penalised(nets[0], db.OutputGradient(0), output=0, strict=True, flatten_after=after)
+    for _ in range(3):
+        x = torch.randn(4, 3)
+        (out, total, cut), penalty = model(x)
+        assert nets[0].total is buffer and total is buffer and not buffer.requires_grad
+        assert out.requires_grad and not cut.requires_grad
+        (out.sum() + penalty).backward()
+        torch.testing.assert_close(out, nets[1](x)[0])
+        torch.testing.assert_close(buffer, nets[1].total)
+
+
 def test_a_buffer_that_grows():
     class Growing(Bent):
         def __init__(self):

@@ -705,6 +705,9 @@ def test_training_is_stock_s():
     assert losses[0] == pytest.approx(losses[1], rel=1e-8)
 
 
+@pytest.mark.skipif(
+    torch.__version__ < (2, 13), reason="TorchDynamo before 2.13 crashes where two threads capture"
+)
 def test_two_threads():
     net = mlp()
     loss = poisson_of_three(net)

@@ -10,8 +10,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import doubleback as db
 from doubleback.capture import find_graph
 from doubleback.run import straight_line
+from doubleback.run.bridge import deliver
 from doubleback.run.cuda_graphs import Lent, culprit, innermost
-from doubleback.run.delivery import deliver
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 TO_COPY = torch.ops.aten._to_copy.default

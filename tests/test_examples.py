@@ -178,6 +178,15 @@ def test_sobolev():
     assert found["with"][0].gradient < 0.7 * found["without"][0].gradient
 
 
+def test_sobolev_distillation():
+    """Taught the teacher's Jacobian, exactly or by a projection, a student is nearer to it."""
+    found, score = script("sobolev").distillation(150, (60,), [0], CPU)
+    without, exact, projected = (found[60][kind][0] for kind in script("sobolev").STUDENTS)
+    assert score > 0.9
+    for one in (exact, projected):
+        assert one.value < 0.8 * without.value and one.gradient < 0.8 * without.gradient
+
+
 def test_sobolev_targets_are_the_gradient():
     example = script("sobolev")
     x = torch.rand(20, 2, dtype=torch.float64)
@@ -189,11 +198,11 @@ def test_sobolev_targets_are_the_gradient():
     assert value.shape == (20, 1)
 
 
-@pytest.mark.parametrize("kind", ["exact trace", "one projection"])
+@pytest.mark.parametrize("kind", ["exact trace", "one projection", "residual blocks, roulette"])
 def test_flow(kind):
-    """Both ways of training come near the truth, and what is learned is a density."""
+    """All ways of training come near the truth, and what is learned is a density."""
     example = script("flow")
-    flow, curve = example.train(kind, 60, 0, CPU)
+    flow, curve = example.train(kind, 25 if kind.startswith("residual") else 60, 0, CPU)
     test = example.draw_data(1000, torch.Generator().manual_seed(1))
     found = example.measure(flow, curve, test, side=60)
     entropy = -example.log_density(test).mean().item()
@@ -212,6 +221,22 @@ def test_flow_trace_is_that_of_autograd():
     jacobians = torch.func.vmap(torch.func.jacrev(lambda one: field(one[None], t)[0]))(x)
     trace = jacobians.diagonal(dim1=1, dim2=2).sum(1)
     assert torch.allclose(flow.rate(x, t, units)[1], trace, atol=1e-6)
+
+
+def test_residual_flow():
+    """Its blocks contract, samples are the inverse, and the series is the exact determinant."""
+    example = script("flow")
+    torch.manual_seed(0)
+    flow = example.Residual(3).double()
+    x = torch.randn(50, 2, dtype=torch.float64)
+    net = flow.blocks[0].net
+    jacobians = torch.func.vmap(torch.func.jacrev(lambda one: net(one[None])[0]))(x)
+    assert torch.linalg.matrix_norm(jacobians, 2).max() <= example.SLOPE
+    with torch.no_grad():
+        exact = flow.log_prob(x, 1, True)
+        for block in flow.blocks:
+            block.penalty = example.db.LogDet(None, 150, 0, "none")
+        assert torch.allclose(flow.log_prob(x, 1, False), exact, rtol=1e-9)
 
 
 def test_force_field():

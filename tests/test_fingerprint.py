@@ -44,6 +44,12 @@ MAKERS = {
     "entries": lambda: db.Jacobian(entries=[0, (1,)]),
     "spectral": lambda: db.SpectralNorm(2),
     "spectral, cold": lambda: db.SpectralNorm(2, warm_start=False),
+    "sum": lambda: db.OutputGradient("sum"),
+    "log det": lambda: db.LogDet(),
+    "log det, exact": lambda: db.LogDet(None, terms=20),
+    "log det, cut off": lambda: db.LogDet(roulette=0),
+    "jacobian match": lambda: db.JacobianMatch(),
+    "jacobian match, projected": lambda: db.JacobianMatch(2),
 }
 
 _spaces: dict = {}

@@ -10,7 +10,7 @@ from torch import nn
 
 import doubleback as db
 from doubleback import landscape as L
-from doubleback.landscape.verdict import fit_exponent, mean_curve
+from doubleback.landscape.curves import fit_exponent, mean_curve
 from support.landscape_nets import Clamped, Maxout, mlp, prepared
 
 WINDOW = L.Window.of_inputs((-2.0, 2.0), (-1.5, 2.5))

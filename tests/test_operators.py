@@ -90,8 +90,8 @@ def local(draw):
 def test_locally_connected_by_definition_and_by_unfolding(case, parts):
     op, weight, x = case
     chunked = pytest.MonkeyPatch()
-    chunked.setattr("doubleback.kernels.locally_connected.LEAST", 1)
-    chunked.setattr("doubleback.kernels.locally_connected.PARTS", parts)
+    chunked.setattr("doubleback.kernels.products.LEAST", 1)
+    chunked.setattr("doubleback.kernels.products.PARTS", parts)
     try:
         assert db.check_adjoint(op, weight, x).worst <= EXACT
         weight, x = r(*weight.shape), r(*x.shape)

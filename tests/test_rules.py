@@ -9,6 +9,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import doubleback as db
+from doubleback.capture import dynamo
 from doubleback.check.parity import CheckReport, Row
 from doubleback.graph import Meta, Node, Ref
 from doubleback.rules import Call, Structure, find_rule, registered
@@ -354,6 +355,35 @@ def test_a_wrong_rule_fails_the_check_of_a_model():
         assert caught.value.report.worst > 1e-3
     finally:
         db.register_rule(op, right, replace=True)
+
+
+class Counting(torch.nn.Module):
+    """Leaves something behind in Python, of the kind that is asked for, or in a buffer alone."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.linear, self.kind, self.calls, self.seen = torch.nn.Linear(3, 2), kind, 0, []
+        self.register_buffer("total", torch.zeros(()))
+
+    def forward(self, x):
+        if self.kind == "number":
+            self.calls += 1
+        if self.kind == "list":
+            self.seen.append(1)
+        self.total += x.detach().mean()
+        return (1 + self.calls + len(self.seen)) * torch.tanh(self.linear(x)) * self.total
+
+
+@pytest.mark.parametrize("kind", ["buffer", "number", "list"])
+def test_every_way_of_a_check_starts_from_the_network_as_it_is(kind, monkeypatch):
+    """And captures it once, where its calls change buffers alone."""
+    lifted, lift = [], dynamo.lift
+    monkeypatch.setattr(dynamo, "lift", lambda *a, **k: lifted.append(1) or lift(*a, **k))
+    model = db.Penalised(Counting(kind), db.OutputGradient(0))
+    report = db.check(model, torch.randn(4, 3))
+    assert report.worst < 1e-10 and any(row.name.startswith("flat: ") for row in report.rows)
+    assert len(lifted) == (1 if kind == "buffer" else 3)
+    assert model.net.calls == len(model.net.seen) == model.net.total == 0
 
 
 def test_registering_twice_is_an_error():

@@ -198,9 +198,9 @@ def test_thirty_kills(theirs):
     dice, kills, ends = random.Random(0), 0, 0
     deadline = time.monotonic() + 400
     while kills < 30 and time.monotonic() < deadline:
-        child = context.Process(target=_go, args=(str(theirs), "0.005"))
+        child = context.Process(target=_go, args=(str(theirs), "0.002"))
         child.start()
-        child.join(dice.uniform(0.05, 3.0))
+        child.join(dice.uniform(0.05, 1.6))
         if child.is_alive():
             os.kill(child.pid, signal.SIGKILL)
             kills += 1

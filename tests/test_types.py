@@ -50,6 +50,8 @@ penalties: list[db.Penalty] = [
     db.OutputGradient(0, norm=db.Deviation(1.0)),
     db.Jacobian(of="softmax", reduction="sum"),
     db.SpectralNorm(norm=db.SquaredNorm()),
+    db.JacobianMatch(2, "none", generator=torch.Generator()),
+    db.LogDet(None, terms=20, roulette=0.0, reduction="sum"),
     db.Custom(lambda out: torch.ones_like(out), slope),
 ]
 

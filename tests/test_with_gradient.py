@@ -172,6 +172,21 @@ def test_paths_into_arguments_and_results(kind):
         assert set(out) == {"a", "b"}
 
 
+def test_a_method_may_call_itself_what_it_likes():
+    class Module(nn.Module):
+        def __init__(me):
+            super().__init__()
+            me.body = dense(1)
+
+        def forward(me, y, x):
+            return me.body(x) * y
+
+    net, x = Module(), torch.randn(5, 4, dtype=torch.float64)
+    _, gradient = db.WithGradient(net, wrt="x", strict=True)(torch.ones(5, 1).double(), x)
+    _, expected = db.WithGradient(net.body, strict=True)(x)
+    torch.testing.assert_close(gradient, expected)
+
+
 def test_a_path_that_names_nothing_is_told_the_nearest():
     net = Packed(PACKED["dictionary"][0]).double()
     x = torch.randn(5, 4, dtype=torch.float64)
@@ -204,6 +219,112 @@ def test_which_cotangent(v, after):
         z = x.clone().requires_grad_()
         _, grads = stock(net, lambda o, g: o.square().sum() + (g**3).sum(), [z], (z,), v=cotangent)
         same(found, [z.grad, *grads])
+
+
+def rows_of(net, x, v):
+    """J*v for each v, by autograd."""
+    out = net(x)
+    seeds = v(out)
+    found = [torch.autograd.grad(out, x, row, create_graph=True)[0] for row in seeds]
+    return out, torch.stack(found)
+
+
+def entries(*which):
+    """Unit vectors of these entries of an output (batch, 3)."""
+    return lambda out: torch.stack([torch.eye(3).to(out)[i].expand_as(out) for i in which])
+
+
+SEVERAL = {
+    "entries": ([0, 2], entries(0, 2)),
+    "one row": ([1], entries(1)),
+    "mixed": (["sum", (1,), torch.sin],
+              lambda o: torch.stack([torch.ones_like(o), entries(1)(o)[0], o.sin()])),
+    "a callable": (lambda o: torch.stack([o, o.cos(), o * 0 + 2]),
+                   lambda o: torch.stack([o, o.cos(), o * 0 + 2])),
+    "all": ([0, 1, 2], entries(0, 1, 2)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("after", [0, 2, None])
+@pytest.mark.parametrize("kind", SEVERAL)
+def test_several_rows(kind, after):
+    """Jacobian products, in a loss that needs their second derivative; sizes change, too."""
+    given, v = SEVERAL[kind]
+    net = dense()
+    model = db.WithGradient(net, v=given, flatten_after=after, strict=True)
+    for size in (5, 5, 7, 6, 7):
+        x = torch.randn(size, 4, dtype=torch.float64)
+        results = []
+        for run in (lambda t: model(t), lambda t: rows_of(net, t, v)):
+            net.zero_grad()
+            y = x.clone().requires_grad_()
+            out, rows = run(y)
+            loss = out.square().sum() + (rows**3).sum() + (rows[0] * rows[-1]).sin().sum()
+            loss.backward()
+            results.append([out, rows, loss, y.grad, *(p.grad.clone() for p in net.parameters())])
+        assert results[0][1].shape[1:] == x.shape
+        same(*results)
+
+
+@pytest.mark.filterwarnings("ignore::doubleback.CaptureWarning")
+@pytest.mark.parametrize("options", [{}, {"sweeps": False}], ids=["usual", "autograd"])
+@pytest.mark.parametrize("kind", ["dense", "branching"])
+def test_several_rows_on_autograd_and_without_gradients(kind, options):
+    net, count = (dense(3), 3) if kind == "dense" else (Branching().double(), 1)
+    x = torch.randn(5, 4, dtype=torch.float64)
+    _, expected = rows_of(net, x.clone().requires_grad_(), lambda o: entries_of(count, o))
+    model = db.WithGradient(net, v=list(range(count)), **options)
+    for gradients in (True, True, False):
+        with torch.set_grad_enabled(gradients):
+            out, rows = model(x)
+        assert rows.shape == (count, 5, 4)
+        assert rows.requires_grad == out.requires_grad == gradients
+        same([rows], [expected])
+
+
+def entries_of(count, out):
+    return torch.eye(count).to(out)[:, None].expand(count, *out.shape)
+
+
+def test_several_rows_of_several_inputs():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.other = dense(), nn.Linear(2, 3).double()
+
+        def forward(self, x, y):
+            return self.body(x).sin() * self.other(y).mean(0)
+
+    net = Two()
+    x, y = torch.randn(5, 4, dtype=torch.float64), torch.randn(3, 2, dtype=torch.float64)
+    model = db.WithGradient(net, wrt=["x", "y"], v=[0, 2], strict=True)
+    for _ in range(3):
+        net.zero_grad()
+        _, (a, b) = model(x, y)
+        assert a.shape == (2, 5, 4) and b.shape == (2, 3, 2)
+        (a.square().sum() + b.square().sum()).backward()
+        found = [p.grad.clone() for p in net.parameters()]
+        net.zero_grad()
+        s, t = x.clone().requires_grad_(), y.clone().requires_grad_()
+        out = net(s, t)
+        each = [torch.autograd.grad(out[:, i].sum(), [s, t], create_graph=True) for i in (0, 2)]
+        sum(g.square().sum() for pair in each for g in pair).backward()
+        same(found, [p.grad for p in net.parameters()])
+    report = db.check(model, x, y)
+    assert report.worst < 1e-10
+
+
+@pytest.mark.parametrize(
+    ("v", "said"),
+    [([], "empty list"), ([[0, 1]], "list of lists"), (["all"], "must be"),
+     ([0, 9], "out of range"), (torch.ones(3), "is a tensor"),
+     (lambda o: o[:, :2], "axis of rows in front"),
+     (lambda o: o.expand(2, 2, *o.shape), "axis of rows in front"),
+     ([lambda o: torch.stack([o, o])], "each v of a list")],
+)  # fmt: skip
+def test_cotangents_that_do_not_fit(v, said):
+    with pytest.raises(db.InputError, match=said):
+        db.WithGradient(dense(), v=v, strict=True)(torch.randn(5, 4, dtype=torch.float64))
 
 
 def test_without_gradients_and_what_the_caller_writes_to():

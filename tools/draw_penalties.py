@@ -222,9 +222,59 @@ def bilinear_form() -> None:
     save(figure, "bilinear-form")
 
 
+def log_det() -> None:
+    """A grid through a residual block y = x + g(x), and how areas change."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = network(2, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            slope = 1.0  # layer by layer below one: σ of each weight at most 0.95
+            for layer in self.inner:
+                if isinstance(layer, nn.Linear):
+                    weight = layer.weight / (torch.linalg.matrix_norm(layer.weight, 2) / 0.95)
+                    x = F.linear(x, weight, layer.bias)
+                else:
+                    x = layer(x)
+            return slope * x
+
+    torch.manual_seed(0)
+    x = 2.4 * torch.rand(512, 2) - 1.2
+    goal = torch.stack([x[:, 0] * (1 + 0.5 * x[:, 1]), x[:, 1] * (1 - 0.5 * x[:, 0])], 1) * 1.25
+    figure, axes = panels(("log det(I + J) of x + g(x)", "… its square penalised"))
+    line = torch.linspace(-1.2, 1.2, 25)
+    a, b = torch.meshgrid(line, line, indexing="ij")
+    points = torch.stack([a.flatten(), b.flatten()], 1)
+    exact = db.LogDet(None, terms=60, roulette=0, reduction="none")
+    for axis, weight in zip(axes, (0.0, 1.0), strict=True):
+        net = Block()
+        each = db.Penalised(net, db.LogDet(1, terms=6, roulette=0.5, reduction="none"))
+
+        def loss(each: Any = each, weight: float = weight) -> Tensor:
+            out, first = each(x)
+            # two independent estimates: their product has the mean (log det)²
+            square = (first * each(x)[1]).mean() if weight else 0.0
+            return F.mse_loss(x + out, goal) + weight * square
+
+        train(net, loss, 150)
+        with torch.no_grad():
+            out, volume = db.Penalised(net, exact)(points)
+        u, v = (points + out).T.reshape(2, *a.shape)
+        drawn = axis.pcolormesh(
+            u, v, volume.reshape(a.shape), cmap="RdBu_r", vmin=-1, vmax=1, shading="gouraud"
+        )
+        axis.plot(u, v, color=INK, lw=0.5)
+        axis.plot(u.T, v.T, color=INK, lw=0.5)
+        axis.set(xlim=(-2.4, 2.4), ylim=(-2.4, 2.4))
+    figure.colorbar(drawn, ax=axes, shrink=0.9).ax.tick_params(labelsize=7)
+    save(figure, "log-det")
+
+
 def main() -> None:
     for draw in (loss_gradient, jacobian, spectral_norm, output_gradient, gradient_match,
-                 bilinear_form):  # fmt: skip
+                 bilinear_form, log_det):  # fmt: skip
         draw()
 
 

@@ -26,13 +26,15 @@ from .errors import (
 )
 from .operators import LocallyConnected1d, LocallyConnected2d
 from .patch import patch, patch_report, patched, unpatch
-from .penalised import Penalised
+from .penalised import Penalised, WithGradient
 from .penalties import (
     BilinearForm,
     Custom,
     Deviation,
     GradientMatch,
     Jacobian,
+    JacobianMatch,
+    LogDet,
     LossGradient,
     Norm,
     OutputGradient,
@@ -44,7 +46,6 @@ from .rules import Call, Rule, Structure
 from .rules import register as register_rule
 from .rules import unregister as unregister_rule
 from .spaces import parameter_spaces
-from .with_gradient import WithGradient
 
 if TYPE_CHECKING:
     from . import landscape
@@ -67,9 +68,11 @@ __all__ = [
     "GradientMatch",
     "InputError",
     "Jacobian",
+    "JacobianMatch",
     "LabelError",
     "LocallyConnected1d",
     "LocallyConnected2d",
+    "LogDet",
     "LossGradient",
     "MemoryWarning",
     "NonFiniteError",

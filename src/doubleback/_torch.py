@@ -403,8 +403,8 @@ OPERATORS: dict[str, str] = {
 def find(path: str) -> Any:
     """What lies at "module" or "module:attribute"."""
     module, _, attribute = path.partition(":")
-    found = import_module(module)
-    return getattr(found, attribute) if attribute else found
+    loaded = import_module(module)
+    return getattr(loaded, attribute) if attribute else loaded
 
 
 def __getattr__(name: str) -> Any:
@@ -413,11 +413,11 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     path, why = NAMES[name]
     try:
-        found = find(path)
+        item = find(path)
     except (ImportError, AttributeError) as error:
         raise ImportError(
             f"this PyTorch has no {path.replace(':', '.')}, which doubleback needs: {why}; install "
             "a supported PyTorch"
         ) from error
-    globals()[name] = found
-    return found
+    globals()[name] = item
+    return item

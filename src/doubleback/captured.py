@@ -6,12 +6,14 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .capture import (
     Arguments,
@@ -25,7 +27,7 @@ from .capture import (
 from .counting import counting
 from .errors import CaptureError, InputError, RuleError, refuse_unused, warn
 from .graph import Graph, Meta, Node, Ref
-from .penalties import Way
+from .patch import patched, supported
 from .plan import Plan, make_plan
 from .rules import Structure, find_rule
 from .run import (
@@ -66,6 +68,21 @@ class Site:
     def graph(self) -> Graph:
         """Without open sizes: where sweeps run node by node, or are planned for the first time."""
         return self.open.at(self.numbers)
+
+
+Way = Literal["stock", "patched", "bare"]
+
+
+def derivatives(way: Way) -> AbstractContextManager:
+    """Whose second derivatives autograd uses inside. "stock": PyTorch's, with attention on its
+    unfused kernel, the only one that has any; "patched": the library's, fused attention's among
+    them, where this version of PyTorch can be patched; "bare": PyTorch's as they are, for networks
+    that are known to need no others."""
+    if way == "bare":
+        return nullcontext()
+    if way == "patched" and supported(torch.__version__):
+        return patched()
+    return sdpa_kernel(SDPBackend.MATH)
 
 
 SETTLED = 50  # calls of one size after which it is worth a flat graph of its own
@@ -248,18 +265,18 @@ class CapturedModule(nn.Module):
         only_one(graph.targets, self.output)
         numbers = graph.read_symbols(inputs)
         places = {id(t): i for i, t in enumerate(inputs) if isinstance(t, Tensor)}
-        found = [places.get(id(t)) for t in call.aliases]
+        where = [places.get(id(t)) for t in call.aliases]
         inputs = list(inputs)
-        for place, x in zip(found, call.x, strict=True):
+        for place, x in zip(where, call.x, strict=True):
             if place is not None:
                 inputs[place] = x
-        unused = tuple(i for i, place in enumerate(found) if place is None)
+        unused = tuple(i for i, place in enumerate(where) if place is None)
         if unused:
             graph = self._extended(graph, unused, call)
             for i in unused:
-                found[i] = len(inputs)
+                where[i] = len(inputs)
                 inputs.append(call.x[i])
-        penalised: Any = tuple([graph.inputs[place] for place in found])  # type: ignore[index]
+        penalised: Any = tuple([graph.inputs[place] for place in where])  # type: ignore[index]
         moving = _sized_by(graph, penalised)
         if moving is not None:
             raise CaptureError(
@@ -356,14 +373,17 @@ class CapturedModule(nn.Module):
         written = {v: mutated.get(place, prelude.get(v)) for place, v in graph.mutations.items()}
         write_state(graph, site.inputs, written)  # type: ignore[arg-type]
         swept = dict(zip(plan.outputs, outputs, strict=True))
-        found = []
-        for item in site.outputs:
+        ordered = []
+        for i, item in enumerate(site.outputs):
+            if i in graph.returned:
+                ordered.append(site.inputs[graph.returned[i]])
+                continue
             if isinstance(item, tuple):
-                found.append(item[0])
+                ordered.append(item[0])
                 continue
             t = swept[item] if item in swept else prelude[item]
-            found.append(t if gradients else t.detach())
-        return found
+            ordered.append(t if gradients else t.detach())
+        return ordered
 
 
 def _sized_by(graph: Graph, penalised: Sequence[int]) -> Node | None:

@@ -144,6 +144,8 @@ def explain(program: Program) -> Explanation:
     told = _four_sweeps(program.plan, program.penalty)
     if program.decision is not None:
         return _with_decision(told, program.plan, program.penalty, program.decision)
+    if program.pulls is not None:
+        return _with_pulls(told, *program.pulls)
     return _with_iterations(told, program.penalty.iterations)
 
 
@@ -234,6 +236,19 @@ def _with_iterations(told: Explanation, iterations: int) -> Explanation:
     rest = {name: sweeps.pop(name) for name in ("backward", "tangent", "second")}
     name = _several(iterations, "power iteration")
     sweeps[name] = _row(2 * iterations * back["nodes"], rounds)
+    return replace(told, sweeps={**sweeps, **rest})
+
+
+def _with_pulls(told: Explanation, directions: int, rounds: int) -> Explanation:
+    """Backward and tangent sweep for every direction, and the backward sweeps before, `rounds` for
+    each, that find the directions."""
+    sweeps = dict(told.sweeps)
+    rest = {name: sweeps.pop(name) for name in ("backward", "tangent", "second")}
+    for name in ("backward", "tangent"):
+        rest[name] = {key: directions * n for key, n in rest[name].items()}
+    if rounds:
+        name = f"{_several(directions, 'direction')}, {_several(rounds, 'term')}"
+        sweeps[name] = {key: rounds * n for key, n in rest["backward"].items()}
     return replace(told, sweeps={**sweeps, **rest})
 
 

@@ -91,7 +91,9 @@ class Graph:
     names: where each input was found, as Python code;
     symbols: of a program with open sizes, where each symbol's number is read off: (place,) for an
     input that is a number, (place, axis) for a tensor's size, (place, "item") for its only entry;
-    a `Ref` in the place's place for a value that the program computes (edges chosen by a mask).
+    a `Ref` in the place's place for a value that the program computes (edges chosen by a mask);
+    returned: place among `outputs` → place among `inputs`, where the network returns, or keeps as
+    an attribute, a tensor that it wrote to (`self.total += …`).
     """
 
     nodes: tuple[Node, ...]
@@ -103,6 +105,7 @@ class Graph:
     mutations: Mapping[int, int]
     names: tuple[str, ...] = ()
     symbols: Mapping[Any, tuple] = field(default_factory=dict)
+    returned: Mapping[int, int] = field(default_factory=dict)
 
     def shape(self, value: int) -> tuple[int, ...]:
         meta = self.values[value]

@@ -1,4 +1,5 @@
-"""`Penalised`: an ordinary nn.Module that returns a network's output and a derivative penalty."""
+"""The modules that users hold: `Penalised` returns a network's output and a derivative penalty,
+`WithGradient` its output and its gradient, all differentiable."""
 
 from __future__ import annotations
 
@@ -11,37 +12,43 @@ import torch
 from torch import Tensor, nn
 
 from ._torch import pytree
-from .capture import requires_grad
-from .captured import CapturedModule, Site
-from .errors import InputError, warn
+from .capture import Arguments, choose_output, requires_grad
+from .captured import CapturedModule, Site, Way, derivatives
+from .errors import InputError, refuse_unused, warn
 from .explain import Explanation, explain
 from .graph import Graph
 from .jacobian import price
 from .penalties import (
+    Custom,
     Loss,
     LossName,
+    OutputGradient,
     Penalty,
-    accumulate_on_autograd,
     make_loss,
-    on_autograd,
 )
 from .plan import Plan
 from .run import (
     Bridge,
+    GradientProgram,
     GraphedProgram,
     GraphedStep,
     GraphRefused,
     Job,
     Replay,
     Request,
+    average,
     deliver,
     kind,
     no_autocast,
     read_state,
+    refuse_inside_forward,
     remember,
     run_prelude,
     scale,
+    several,
 )
+
+Cotangent = str | int | tuple[int, ...] | Callable[[Tensor], Tensor]
 
 
 class Penalised(CapturedModule):
@@ -72,8 +79,8 @@ class Penalised(CapturedModule):
         captured (data-dependent control flow, operators that wait for the device) runs without,
         and it is said once why.
     recompute: compute cotangents again, where that takes no product, instead of holding them from
-        the backward to the tangent sweep: a seventh to a quarter less memory for a twentieth more
-        time, compiled up to a fifth more. None: yes, unless `compile` is asked for.
+        the backward to the tangent sweep: less memory for a little more time (how it works,
+        docs/how-it-works.md). None: yes, unless `compile` is asked for.
     sweeps: False: autograd computes everything; True: sweeps wherever the network can be captured;
         None: on a CPU, from the second call on, whichever is quicker by the network's sizes, as
         `explain` shows. The numbers are the same to rounding.
@@ -113,11 +120,8 @@ class Penalised(CapturedModule):
         )  # fmt: skip
         self.penalty = penalty
         self.cuda_graph = cuda_graph
-        if cuda_graph and penalty.carries:
-            raise InputError(
-                f"a CUDA graph cannot carry {type(penalty).__name__}'s vector from call to call; "
-                "use warm_start=False or cuda_graph=False"
-            )
+        if cuda_graph and penalty.no_graph is not None:
+            raise InputError(penalty.no_graph)
 
     if TYPE_CHECKING:  # nn.Module's own says Any
 
@@ -149,7 +153,7 @@ class Penalised(CapturedModule):
         """(what net returns, the penalty)."""
         call = self._call(args, kwargs)
         gradients = torch.is_grad_enabled()
-        found: list[Tensor] = []
+        penalties: list[Tensor] = []
 
         def run(graph: Graph, inputs: Sequence[Any]) -> Sequence[Any]:
             site = self._site(graph, inputs, call)
@@ -169,13 +173,13 @@ class Penalised(CapturedModule):
                     first = program.first(job.leaves(swept), job.extra, keep=False)
                 outputs, penalty = first.outputs, self.penalty.reduce(first.values)
                 job.mutations.update(first.mutated)
-            found.append(penalty)
+            penalties.append(penalty)
             return self._finish(site, plan, prelude, outputs, job.mutations, gradients)
 
         way, result = self._through(run, call)
         if way is not None:
             return self._on_autograd(partial(on_autograd, self, call), way)
-        return result, found[0]
+        return result, penalties[0]
 
     def accumulate(
         self,
@@ -214,7 +218,7 @@ class Penalised(CapturedModule):
                 "accumulate holds the loss's target constant, but it requires grad: detach it, or "
                 "call the model and backward() for its gradient"
             )
-        found: list[Tensor] = []
+        told: list[Tensor] = []
         pairs: list[tuple[Tensor, Tensor]] = []
         lent: list[bool] = []
 
@@ -237,7 +241,7 @@ class Penalised(CapturedModule):
                 lent.append(found_by is not None)
                 outputs, loss_value, penalty, grads, mutated = found_by or program.step(*step[1:])
             pairs.extend((t, g) for t, g in zip(ends, grads, strict=True) if g is not None)
-            found.extend((loss_value, penalty))
+            told.extend((loss_value, penalty))
             return self._finish(site, plan, prelude, outputs, mutated, False)
 
         way, result = self._through(run, call)
@@ -248,7 +252,7 @@ class Penalised(CapturedModule):
         # what lies before the sweeps receives its gradient under no_grad and inference_mode too
         with torch.inference_mode(False), no_autocast():
             deliver(pairs, lent=lent[0])
-        return result, found[0], found[1]
+        return result, told[0], told[1]
 
     def _graphed_step(
         self, program: Any, values: Mapping[int, Tensor], extra: tuple, loss: Any, target: Any,
@@ -305,7 +309,7 @@ class Penalised(CapturedModule):
         flat = self.flatten_after is not None and not self.debug
         program, _ = self._program(site, gradients=True)
         program = program.to_price(Replay(False, 0 if flat else None))
-        told = replace(explain(program), way=self._way(site))
+        told = replace(explain(program), penalty=repr(self.penalty), way=self._way(site))
         try:
             cost = price(program, call.constants, twice=flat)
         except (RuntimeError, TypeError):  # an operator that no fake tensor can run
@@ -366,3 +370,344 @@ def program_of(model: Penalised, *args: Any, **kwargs: Any) -> tuple[Any, dict[i
     """(the program of such a call, what it starts from); nothing of the network runs."""
     program, state = model._program(model._find(model._call(args, kwargs)), gradients=True)
     return getattr(program, "program", program), state
+
+
+# ----------------------------------------------------------------------- the same on autograd
+#
+# By stock autograd's double backward (`create_graph=True`). Networks run here that cannot be
+# captured or are quicker so, and `check` compares against it.
+
+
+def autograd_penalty(
+    run: Callable[[Sequence[Tensor]], Any],
+    choose: Callable[[Any], Tensor],
+    x: Sequence[Tensor],
+    penalty: Penalty,
+    extra: Sequence[Any],
+    way: Way = "stock",
+    seeds: Callable[..., Sequence[Tensor]] | None = None,
+    unused: Callable[[Tensor], None] | None = None,
+) -> tuple[Any, Tensor]:
+    """(result of the network, penalty), both differentiable as autograd makes them.
+
+    run(x) calls the network, choose(result) picks the penalised output. way: see `derivatives`.
+    seeds: in place of the penalty's own `oracle_seeds`. unused: called with an input that the
+    output does not depend on.
+    """
+    seeds = seeds or penalty.oracle_seeds
+    graph = torch.is_grad_enabled()
+    with torch.enable_grad(), derivatives(way):
+        # a place of its own for each: what is penalised is the derivative in this argument, also
+        # where another argument was computed from the same tensor
+        leaves = [t.view_as(t) if t.requires_grad else t.detach().requires_grad_() for t in x]
+        result = run(leaves)
+        out = choose(result)
+        total, summed = None, None
+        if way == "bare" and out.requires_grad:
+            summed = penalty.quick_total(out, *extra)
+        if summed is not None:
+            total = penalty.value(pulled(summed, leaves, None, graph, unused), *extra)
+        else:
+
+            def pull(v: Tensor, differentiable: bool | None = None) -> list[Tensor]:
+                through = graph if differentiable is None else differentiable
+                return pulled(out, leaves, v, through, unused)
+
+            total = penalty.oracle_values(out, pull, *extra)
+        if total is None:
+            for v in seeds(out, leaves, *extra) if out.requires_grad else [None]:
+                value = penalty.value(pulled(out, leaves, v, graph, unused), *extra)
+                total = value if total is None else total + value
+        assert total is not None
+        value = penalty.reduce(total)
+    if not graph:
+        result, value = pytree.tree_map_only(Tensor, lambda t: t.detach(), (result, value))
+    return result, value
+
+
+def pulled(
+    out: Tensor,
+    leaves: Sequence[Tensor],
+    v: Tensor | None,
+    graph: bool,
+    unused: Callable[[Tensor], None] | None = None,
+) -> list[Tensor]:
+    """J*v by autograd, the gradient of a scalar `out` for None; zeros where the output does not
+    depend on the input, unless that is refused."""
+    xi: Sequence[Tensor | None] = (None,) * len(leaves)
+    if out.requires_grad:
+        xi = torch.autograd.grad(
+            out, leaves, v, create_graph=graph, retain_graph=True, allow_unused=True
+        )
+    for t, u in zip(leaves, xi, strict=True):
+        if u is None and unused is not None:
+            unused(t)
+    return [torch.zeros_like(t) if u is None else u for t, u in zip(leaves, xi, strict=True)]
+
+
+def on_autograd(model: Penalised, call: Arguments, way: Way = "patched") -> tuple[Any, Tensor]:
+    """(result of the net, penalty); "stock" is the oracle."""
+
+    def run(x: Sequence[Tensor]) -> Any:
+        args, kwargs = call.with_x(x)
+        return model.net(*args, **kwargs)
+
+    def choose(result: Any) -> Tensor:
+        out = choose_output(result, model.output)
+        model.penalty.check(out.shape, call.x, *call.extra)
+        return out
+
+    seeds = None
+    if way == "bare":
+        seeds = model.penalty.quick_seeds
+    elif way == "patched":
+        # a call without gradients leaves v as it was
+        carried = model._carried if torch.is_grad_enabled() else dict(model._carried)
+        seeds = model.penalty.seeds_from(carried)
+    return autograd_penalty(
+        run,
+        choose,
+        call.x,
+        model.penalty,
+        call.extra,
+        way=way,
+        seeds=seeds,
+        unused=None if model.allow_unused else partial(refuse_unused, model.wrt),
+    )
+
+
+def accumulate_on_autograd(
+    model: Penalised, call: Arguments, loss: Any, target: Any, weight: float, way: Way = "patched"
+) -> tuple[Any, Tensor, Tensor]:
+    """(result, loss, penalty), their gradients added to the parameters'."""
+    if several():
+        refuse_inside_forward()
+    with torch.enable_grad():
+        result, penalty = on_autograd(model, call, way)
+        out = choose_output(result, model.output)
+        value = torch.zeros((), device=out.device)
+        if loss is not None:
+            if not model.penalty.shares(loss):  # whose labels were checked with the penalty's
+                loss.check(out.shape, target)
+            value = loss.values(out, target).mean()
+        total = value + weight * penalty.sum()
+        if total.requires_grad:  # an output that depends on nothing has no gradient to add
+            total.backward()
+    if several():
+        average(model.net.parameters())
+    told = (result, value, penalty)
+    result, value, penalty = pytree.tree_map_only(Tensor, Tensor.detach, told)
+    return result, value, penalty
+
+
+class WithGradient(CapturedModule):
+    """`out, gradient = WithGradient(net)(x, …)`, both differentiable.
+
+    gradient = (∂out/∂x)* v, by default ∂(Σ out)/∂x: forces are `-gradient` of an energy. What a
+    loss sends back to `gradient` is the tangent that the last two sweeps start from (theory §2), so
+    any penalty can be written in plain PyTorch, several on one forward pass, at the price of four
+    sweeps instead of two.
+
+    net: any nn.Module; all arguments of the call go to it.
+    wrt: by which argument to differentiate: a position, a keyword or the name of a parameter of
+        `forward`, or a path into a dictionary or dataclass, ("data", "pos"); a list of these for
+        several, whose sizes may differ. One tensor gives one gradient, several a tuple.
+    v: the cotangent of the output: "sum" for ones, an index (or tuple of indices) of one entry per
+        example, or a callable out → a tensor shaped like out. A list of these for several, one row
+        of J*v each: the gradient is (rows, *x.shape); so it is where a callable returns
+        (rows, *out.shape).
+    output: which output is differentiated where `net` returns several: an index, a key, or a path.
+    The other options are those of `Penalised`.
+
+    >>> import torch, doubleback as db
+    >>> net = torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+    >>> pos, forces = torch.randn(5, 3), torch.randn(5, 3)
+    >>> energy, gradient = db.WithGradient(net)(pos)
+    >>> loss = energy.mean() + torch.nn.functional.l1_loss(-gradient, forces)
+    >>> loss.backward()
+    """
+
+    def __init__(
+        self,
+        net: nn.Module,
+        wrt: Any = 0,
+        v: Cotangent | Sequence[Cotangent] = "sum",
+        output: Any = None,
+        compile: bool | str = False,
+        *,
+        allow_unused: bool = False,
+        strict: bool = False,
+        debug: bool = False,
+        flatten_after: int | None = 2,
+        recompute: bool | None = None,
+        sweeps: bool | None = None,
+    ) -> None:
+        super().__init__(
+            net, compile, wrt=wrt, output=output, allow_unused=allow_unused, strict=strict,
+            debug=debug, flatten_after=flatten_after, recompute=recompute, sweeps=sweeps,
+        )  # fmt: skip
+        self.v = v
+        self._seed = _seed(v)
+
+    if TYPE_CHECKING:  # nn.Module's own says Any
+
+        def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]: ...
+
+    @property
+    def _extras(self) -> int:
+        return 0
+
+    def _free_to_choose(self) -> bool:
+        """Autograd takes several rows one after another, the sweeps together."""
+        return super()._free_to_choose() and not isinstance(self._seed, _Rows)
+
+    def extra_repr(self) -> str:
+        return f"wrt={self.wrt!r}, v={self.v!r}, compile={self.compile_mode!r}"
+
+    def _forward(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        call = self._call(args, kwargs)
+        gradients = torch.is_grad_enabled()
+        slopes: list[Tensor] = []
+
+        def run(graph: Graph, inputs: Sequence[Any]) -> Sequence[Any]:
+            site = self._site(graph, inputs, call)
+            program, state = self._program(site, gradients)
+            plan = program.plan
+            prelude = run_prelude(program.prelude, state)
+            job = Job(program, {v: prelude[v] for v in plan.constants}, ())
+            swept = [prelude[v] for v in (*plan.penalised, *plan.effective)]
+            if plan.trained:
+                results = Bridge.apply(job, *swept)
+                count = len(plan.outputs)
+                outputs = results[:count]  # type: ignore[index]
+                slopes.extend(results[count:])  # type: ignore[index]
+            else:
+                with torch.no_grad():
+                    first = program.first(job.leaves(swept), (), keep=False)
+                outputs = first.outputs
+                slopes.extend(first.values)
+                job.mutations.update(first.mutated)
+            return self._finish(site, plan, prelude, outputs, job.mutations, gradients)
+
+        way, result = self._through(run, call)
+        if way is not None:
+            result, slopes = self._on_autograd(partial(self.by_autograd, call), way)
+        return result, slopes[0] if len(slopes) == 1 else tuple(slopes)
+
+    def _program(self, site: Site, gradients: bool) -> tuple[Any, dict[int, Tensor]]:
+        seed = self._seed
+        seed.check(site.shape, site.call.x[:1])
+        fingerprint = seed.fingerprint()
+
+        def bare(plan: Plan) -> GradientProgram:
+            return GradientProgram(plan, seed, self.debug)
+
+        def make(plan: Plan, key: tuple) -> Any:
+            if fingerprint is None:  # a v of the caller's, called as it is every time
+                return bare(plan.at(site.graph))
+            return self._swept(site, plan, bare, key)
+
+        key = (seed, fingerprint)
+        return self._planned(site, gradients, True, seed.varying, key, make)
+
+    def by_autograd(self, call: Arguments, way: Way = "patched") -> tuple[Any, list[Tensor]]:
+        """The same by autograd: where it is quicker, where it cannot be captured, for `check`."""
+        graph = torch.is_grad_enabled()
+        with torch.enable_grad(), derivatives(way):
+            x = [t.view_as(t) if t.requires_grad else t.detach().requires_grad_() for t in call.x]
+            args, kwargs = call.with_x(x)
+            result = self.net(*args, **kwargs)
+            out = choose_output(result, self.output)
+            self._seed.check(out.shape, x[:1])
+            v = self._seed.seed(out)
+            single = v.dim() == out.dim()
+            rows: list[Sequence[Tensor | None]] = []
+            for row in (v,) if single else v.unbind():
+                pulled: Sequence[Tensor | None] = (None,) * len(x)
+                if out.requires_grad:
+                    pulled = torch.autograd.grad(
+                        out, x, row, create_graph=graph, retain_graph=True, allow_unused=True
+                    )
+                rows.append(pulled)
+            gradients = []
+            for t, *given in zip(x, *rows, strict=True):
+                if not self.allow_unused and all(g is None for g in given):
+                    refuse_unused(self.wrt, t)
+                full = [torch.zeros_like(t) if g is None else g for g in given]
+                gradients.append(full[0] if single else torch.stack(full))
+        if not graph:
+            result = pytree.tree_map_only(Tensor, Tensor.detach, result)
+            gradients = [g.detach() for g in gradients]
+        return result, gradients
+
+
+class _Ones(Penalty):
+    """v = 1: the gradient of the sum of all outputs."""
+
+    def seed(self, out: Tensor, *extra: Tensor) -> Tensor:
+        return torch.ones_like(out)
+
+
+class _Index(OutputGradient):
+    """v = e⟨index⟩, the same for every example."""
+
+
+class _Own(Custom):
+    """A caller's v, or several of them along an axis in front."""
+
+    def seed(self, out: Tensor, *extra: Tensor) -> Tensor:
+        v = self.v(out, *extra)
+        shape = tuple(v.shape) if isinstance(v, Tensor) else None
+        if shape is None or shape[-out.dim() :] != tuple(out.shape) or len(shape) > out.dim() + 1:
+            raise InputError(
+                f"v(out) must have the output's shape {tuple(out.shape)}, or that with an axis of "
+                f"rows in front of it, not {type(v).__name__ if shape is None else shape}"
+            )
+        return v
+
+
+class _Rows(Penalty):
+    """Several v, one after another along an axis in front."""
+
+    def __init__(self, parts: Sequence[Penalty]) -> None:
+        super().__init__()
+        self.parts = tuple(parts)
+        self.varying = any(part.varying for part in self.parts)
+
+    def seed(self, out: Tensor, *extra: Tensor) -> Tensor:
+        rows = [part.seed(out) for part in self.parts]
+        for row in rows:
+            if row.shape != out.shape:
+                raise InputError(
+                    f"each v of a list must have the output's shape {tuple(out.shape)}, not "
+                    f"{tuple(row.shape)}"
+                )
+        return torch.stack(rows)
+
+    def check(self, out_shape: Sequence[int], x: Sequence[Tensor], *extra: Any) -> None:
+        for part in self.parts:
+            part.check(out_shape, x)
+
+
+def _seed(v: Any) -> Penalty:
+    """The object that knows v and its derivative in the output."""
+    if isinstance(v, list):
+        if not v:
+            raise InputError("v is an empty list: name one cotangent for each row")
+        if any(isinstance(part, list) for part in v):
+            raise InputError(
+                "v is a list of lists; an entry of an output with several axes is a tuple"
+            )
+        return _Rows([_seed(part) for part in v])
+    if isinstance(v, str):
+        if v != "sum":
+            raise InputError(f'v must be "sum", an index, a callable, or a list, not {v!r}')
+        return _Ones()
+    if isinstance(v, Tensor):
+        raise InputError(
+            "v is a tensor; its rows would have to be those of every batch. Pass a callable, "
+            "v=lambda out: …, of the output's shape or with an axis of rows in front"
+        )
+    if callable(v):
+        return _Own(v)  # type: ignore[arg-type]
+    return _Index(v)

@@ -320,7 +320,7 @@ def _guard(sweep: str, step: Step, fn: Callable, *args: Any) -> Any:
     """Run a rule; an error names the sweep, the operator, its shapes and the model's line."""
     try:
         return fn(*args)
-    except (DoublebackError, torch.OutOfMemoryError, torch.linalg.LinAlgError):
+    except (DoublebackError, torch.OutOfMemoryError, torch.linalg.LinAlgError):  # type: ignore[reportPrivateImportUsage]
         raise  # the last one is about the caller's matrix, as on autograd
     except (RuntimeError, ValueError, TypeError) as error:
         if compiling():

@@ -20,6 +20,7 @@ from doubleback.kernels.attention import (
     attention_second,
     attention_tangent,
 )
+from doubleback.kernels.attention_stock import FLASH, MATH
 from support.attention import (
     BLOCKS,
     CASES,
@@ -47,7 +48,7 @@ def blocks(request, monkeypatch):
 @pytest.mark.parametrize("name", CASES)
 def test_parity(name, stock, blocks, monkeypatch):
     if not stock:
-        monkeypatch.setattr(attention_kernels, "choose_backend", lambda *_: attention_kernels.MATH)
+        monkeypatch.setattr(attention_kernels, "choose_backend", lambda *_: MATH)
     primals, tangents, xi, layout = data(CASES[name])
     expected = oracle(primals, tangents, xi, layout)
     with torch.no_grad():
@@ -93,7 +94,7 @@ def test_no_tangent_at_all():
 @pytest.mark.parametrize("stock", [True, False], ids=["stock", "blocked"])
 def test_only_what_is_wanted(wanted, stock, monkeypatch):
     if not stock:
-        monkeypatch.setattr(attention_kernels, "choose_backend", lambda *_: attention_kernels.MATH)
+        monkeypatch.setattr(attention_kernels, "choose_backend", lambda *_: MATH)
     primals, tangents, xi, layout = data(CASES["gqa causal"])
     _, grads, t, sources = oracle(primals, tangents, xi, layout)
     with torch.no_grad():
@@ -162,7 +163,7 @@ def test_forward_is_pytorchs(name):
         *primals, mask, 0.0, causal, scale=scale, enable_gqa=gqa
     )
     out, (lse, backend, *_) = attention_forward(*primals, mask, causal, scale, gqa)
-    assert backend == attention_kernels.FLASH
+    assert backend == FLASH
     assert torch.equal(out, expected)
     assert lse.isfinite().all()
 
@@ -233,7 +234,7 @@ def test_no_matrix_of_all_scores(causal, heads, monkeypatch):
     n, limit = 128, 2048
     for key in attention_kernels.BLOCK_ELEMENTS:
         monkeypatch.setitem(attention_kernels.BLOCK_ELEMENTS, key, limit)
-    monkeypatch.setattr(attention_kernels, "choose_backend", lambda *_: attention_kernels.MATH)
+    monkeypatch.setattr(attention_kernels, "choose_backend", lambda *_: MATH)
     case = Case((2, heads[0], n, 4), (2, heads[1], n, 4), causal=causal, gqa=heads[0] != heads[1])
     primals, tangents, xi, layout = data(case)
     with torch.no_grad(), Largest() as seen:
@@ -299,7 +300,7 @@ def kernels(monkeypatch):
         pytest.skip("needs Triton, the extra `test` brings it")
     if INTERPRETED:
         monkeypatch.setattr(fused, "supported", lambda *_: True)
-        monkeypatch.setattr(attention_kernels, "EFFICIENT", attention_kernels.FLASH)  # a CPU's
+        monkeypatch.setattr(attention_kernels, "EFFICIENT", FLASH)  # a CPU's
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
     yield "cuda" if CUDA else "cpu"

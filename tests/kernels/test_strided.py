@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import doubleback as db
-from doubleback.kernels import Strided, pays, strided
-from doubleback.operators import products
+from doubleback import operators
+from doubleback.kernels import Strided, pays
 from doubleback.plan import _layouts
 from support.plans import plan_of
 
@@ -93,10 +93,10 @@ def test_networks_agree_with_autograd(kernel, monkeypatch):
     asked = []
 
     def as_on_a_gpu(device, *options):
-        asked.append(strided.pays(torch.device("cuda"), *options))
+        asked.append(pays(torch.device("cuda"), *options))
         return asked[-1]
 
-    monkeypatch.setattr(products, "pays", as_on_a_gpu)
+    monkeypatch.setattr(operators, "pays", as_on_a_gpu)
     first = nn.Conv2d(3, 6, kernel, stride=4 if kernel == 4 else 2, padding=kernel // 2 % 2)
     net = nn.Sequential(first, nn.SiLU(), nn.Conv2d(6, 4, 3), nn.Flatten(), nn.LazyLinear(5))
     x, y = torch.randn(3, 3, 16, 16), torch.randint(5, (3,))

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 
 import doubleback as db
 from doubleback.capture import dynamo
-from doubleback.penalties.autograd import autograd_penalty
+from doubleback.penalised import autograd_penalty
 from support import oracle, vocabulary
 from support.oracle import WEIGHT, Result, Spec
 from support.penalties import library_penalty, quartic, turned

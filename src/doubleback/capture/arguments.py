@@ -158,7 +158,8 @@ class _Places:
 
     @property
     def _parameters(self) -> list[str]:
-        return _parameters(getattr(self.net.forward, "__func__", self.net.forward))
+        forward = self.net.forward
+        return _parameters(getattr(forward, "__func__", forward), hasattr(forward, "__func__"))
 
     def _one(self, path: Path) -> list[int]:
         keys = path if isinstance(path, tuple) else (path,)
@@ -197,10 +198,10 @@ class _Places:
 
 
 @lru_cache
-def _parameters(forward: Any) -> list[str]:
-    """The names of forward's parameters, less `self`."""
+def _parameters(forward: Any, method: bool) -> list[str]:
+    """The names of forward's parameters, less a method's first, whatever it is called."""
     names = list(inspect.signature(forward).parameters)
-    return names[1:] if names[:1] == ["self"] else names
+    return names[1:] if method else names
 
 
 def _inside(tree: Any, key: Any, path: Any, before: Sequence[Any]) -> Any:

@@ -449,12 +449,19 @@ class Surroundings:
         self._modules = [ref(module) for module in modules]  # the key is not to keep them alive
         self._places = list(_watched(modules))
         self._hooks = global_hooks()
+        self._frozen = torch.__version__ < (2, 13)  # of parameters Dynamo does not guard it before
 
     def key(self) -> Hashable:
         hooks = tuple([tuple(hook) for hook in self._hooks])
         methods = tuple([tuple(map(id, vars(kind).values())) for kind in self._classes])
         types = tuple([type(module()) for module in self._modules])
-        return hooks, methods, types, tuple([_mark(holder, name) for holder, name in self._places])
+        places = tuple([_mark(holder, name) for holder, name in self._places])
+        return hooks, methods, types, places, self._asked() if self._frozen else None
+
+    def _asked(self) -> tuple[bool, ...]:
+        """Of each parameter, whether a gradient is asked for."""
+        found = (m.parameters(recurse=False) for ref in self._modules if (m := ref()) is not None)
+        return tuple([p.requires_grad for each in found for p in each])
 
 
 def _watched(modules: list[nn.Module]) -> Iterator[tuple[Any, Any]]:

@@ -64,9 +64,11 @@ def lift(module: torch.fx.GraphModule, given: Sequence[Any]) -> Graph:
     fakes = [n.meta["example_value"] for n in placeholders]
     trained = [isinstance(t, Tensor) and t.requires_grad for t in given]
     written: list[int] = []
+    returned: dict[int, int] = {}
 
     def run(*inputs: Any) -> list[Any]:
         written.clear()
+        returned.clear()
         with FunctionalTensorMode():
             wrapped = [
                 _torch.to_fun(t).requires_grad_(on) if isinstance(t, Tensor) else t
@@ -78,14 +80,17 @@ def lift(module: torch.fx.GraphModule, given: Sequence[Any]) -> Graph:
                 if isinstance(t, Tensor) and _torch.has_data_mutation(t):
                     written.append(i)
             updates = [wrapped[i] for i in written]
-            return [_torch.from_fun(t) for t in (*pytree.tree_leaves(results), *updates)]
+            results = pytree.tree_leaves(results)
+            places = {id(wrapped[i]): i for i in written}
+            returned.update({k: places[id(t)] for k, t in enumerate(results) if id(t) in places})
+            return [_torch.from_fun(t) for t in (*results, *updates)]
 
     whole, parts = _decompositions()
     with torch.enable_grad(), override_composite_implicit_decomp(whole), _own_kernels_only():
         trace = make_fx(run, parts, tracing_mode="symbolic", record_module_stack=True)
         flat = trace(*[t.detach() if isinstance(t, Tensor) else t for t in fakes])
     names = [_name(n) for n in placeholders]
-    return _Converter(flat, names).graph(written, marked, trained)
+    return replace(_Converter(flat, names).graph(written, marked, trained), returned=returned)
 
 
 @contextmanager

@@ -111,13 +111,13 @@ class _Parser(argparse.ArgumentParser):
         first = next((word for word in given if not word.startswith("-")), None)
         if first is not None and first not in COMMANDS and given[0] == first:
             self.error(f"command: {_unknown(first, list(COMMANDS))}")
-        found, unknown = self.parse_known_args(given, namespace)
+        arguments, unknown = self.parse_known_args(given, namespace)
         if unknown:
-            known = [o for _, options in _options(self, found.command) for o in options]
+            known = [o for _, options in _options(self, arguments.command) for o in options]
             near = difflib.get_close_matches(unknown[0].split("=")[0], known, 1, 0.6)
             meant = f"; did you mean {near[0]}?" if near else ""
-            self.error(f"{found.command} has no argument {unknown[0]!r}{meant}")
-        return found
+            self.error(f"{arguments.command} has no argument {unknown[0]!r}{meant}")
+        return arguments
 
     def error(self, message: str) -> NoReturn:
         self.print_usage(sys.stderr)

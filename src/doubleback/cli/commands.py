@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 
 import doubleback as db
-from doubleback.cli import UsageError, completions, nearest, require, target
+from doubleback.cli import UsageError, completions, nearest, require, shared
 
 
 def check(arguments: argparse.Namespace) -> int:
     """The gradients of one model against autograd's, in float64: 0 when every one agrees, 1 when
     one does not."""
-    model, inputs = target.build(arguments)
+    model, inputs = shared.build(arguments)
     try:
         report = db.check(model, *inputs)
     except db.CheckError as error:
@@ -37,7 +37,7 @@ def check(arguments: argparse.Namespace) -> int:
 
 def explain(arguments: argparse.Namespace) -> int:
     """The plan for one model, without running its penalty."""
-    model, inputs = target.build(arguments)
+    model, inputs = shared.build(arguments)
     plan = model.explain(*inputs)
     print(json.dumps(plan.as_dict(), indent=2) if arguments.json else plan)
     return 0
@@ -68,7 +68,7 @@ def landscape(arguments: argparse.Namespace) -> int:
         arguments.input_shape = [tuple(x.shape)]
     elif not arguments.input_shape:
         raise UsageError("give --input FILE or --input-shape M,…")
-    model, inputs = target.build(arguments)
+    model, inputs = shared.build(arguments)
     inputs = inputs if x is None else (x, *inputs[1:])
     if arguments.labels is not None:
         if not model.penalty.extras:
@@ -80,7 +80,7 @@ def landscape(arguments: argparse.Namespace) -> int:
     path = db.landscape.follow(model.net, inputs[0], along, _span(arguments.span))
     curve = db.landscape.penalty(path, model.penalty, *inputs[1:])
     verdict = db.landscape.judge(curve)
-    files = db.landscape.drawing.write_landscape(target.folder(arguments.out), curve, verdict)
+    files = db.landscape.drawing.write_landscape(shared.folder(arguments.out), curve, verdict)
     if arguments.json:
         print(json.dumps(verdict.as_dict(), indent=2))
     else:
@@ -94,16 +94,16 @@ def _load(name: str, option: str) -> Tensor:
         if name.endswith(".npy"):
             import numpy
 
-            found = torch.from_numpy(numpy.load(name, allow_pickle=False))
+            tensor = torch.from_numpy(numpy.load(name, allow_pickle=False))
         else:
-            found = torch.load(name, weights_only=True)
+            tensor = torch.load(name, weights_only=True)
     except (OSError, ValueError, ImportError) as error:
         raise UsageError(f"{option}: cannot read {name}: {error}") from error
     except Exception as error:  # whatever unpickling a file of another kind raises
         raise UsageError(f"{option}: {name} holds no tensor: {type(error).__name__}") from error
-    if not isinstance(found, Tensor):
-        raise UsageError(f"{option}: {name} holds a {type(found).__name__}, not a tensor")
-    return found
+    if not isinstance(tensor, Tensor):
+        raise UsageError(f"{option}: {name} holds a {type(tensor).__name__}, not a tensor")
+    return tensor
 
 
 def _span(given: list[float] | None) -> tuple[float, float] | None:
@@ -157,19 +157,19 @@ def bench(arguments: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from doubleback.cli import demo, experiment
+    from doubleback.cli import demo
 
-    nets = arguments.net or list(experiment.NETS)
+    nets = arguments.net or list(shared.NETS)
     names = arguments.penalty or ["loss-gradient", "jacobian"]
     for net in nets:
-        nearest("--net", net, experiment.NETS)
+        nearest("--net", net, shared.NETS)
     for name in names:
         nearest("--penalty", name, demo.PENALTIES)
     if arguments.side < 8 or arguments.side % 8:
         raise UsageError(
             f"--side {arguments.side}: give a multiple of 8, the patches' smallest side"
         )
-    where = target.device(arguments.device)
+    where = shared.device(arguments.device)
     console = Console(highlight=False, stderr=arguments.json)
     cases = [(net, name) for name in names for net in nets]
     budget = arguments.seconds / len(cases)
@@ -177,28 +177,28 @@ def bench(arguments: argparse.Namespace) -> int:
     torch.manual_seed(arguments.seed)
     x = torch.randn(arguments.batch, *shape).to(where)
     y = torch.randint(10, (arguments.batch,)).to(where)
-    found: dict[str, dict[str, Any]] = {name: {} for name in names}
+    summaries: dict[str, dict[str, Any]] = {name: {} for name in names}
     columns = (TextColumn("{task.description:<28}"), BarColumn(bar_width=24), TimeElapsedColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
         task = bar.add_task("", total=len(cases) * budget)
         for done, (net_name, name) in enumerate(cases):
             bar.update(task, completed=done * budget, description=f"{net_name}, {name}")
-            net = experiment.network(net_name, shape, arguments.seed).to(where)
+            net = shared.network(net_name, shape, arguments.seed).to(where)
             choice = demo.PENALTIES[name]
-            ways = experiment.steps(net, choice.build(), choice.weight, arguments.compile)
+            ways = shared.steps(net, choice.build(), choice.weight, arguments.compile)
             start, latest = time.perf_counter(), {}
-            for times in experiment.interleaved(ways, net, x, y, 0.6 * budget):
+            for times in shared.interleaved(ways, net, x, y, 0.6 * budget):
                 latest, passed = times, min(time.perf_counter() - start, budget)
                 bar.update(task, completed=done * budget + passed)
-            found[name][net_name] = experiment.summary(latest)
+            summaries[name][net_name] = shared.summary(latest)
         bar.update(task, completed=len(cases) * budget, description="done")
     results = {"batch": arguments.batch, "side": arguments.side, "versions": _versions(),
-               "device": _device_name(where), "results": found}  # fmt: skip
+               "device": _device_name(where), "results": summaries}  # fmt: skip
     if arguments.json:
         print(json.dumps(results, indent=1))
     else:
         for name in names:
-            console.print(_bench_table(demo.PENALTIES[name].formula, found[name], results))
+            console.print(_bench_table(demo.PENALTIES[name].formula, summaries[name], results))
     return 0
 
 
@@ -232,8 +232,8 @@ def _bench_table(formula: str, rows: dict[str, Any], results: dict[str, Any]):
 
 def doctor(arguments: argparse.Namespace) -> int:
     """What is here, what works, and what to do about what does not."""
-    found: dict[str, Any] = {"versions": _versions(), "devices": _devices()}
-    found["extras"] = {
+    report: dict[str, Any] = {"versions": _versions(), "devices": _devices()}
+    report["extras"] = {
         extra: all(importlib.util.find_spec(name) for name in modules)
         for extra, modules in EXTRAS.items()
     }
@@ -241,18 +241,18 @@ def doctor(arguments: argparse.Namespace) -> int:
         with db.patched():
             entries = db.patch_report()
         states = Counter((entry.family, entry.state) for entry in entries)
-        found["patch"] = {"works": True, "families": {}}
+        report["patch"] = {"works": True, "families": {}}
         for (family, state), count in states.items():
-            found["patch"]["families"].setdefault(family, {})[state] = count
+            report["patch"]["families"].setdefault(family, {})[state] = count
     except db.DoublebackError as error:
-        found["patch"] = {"works": False, "reason": str(error)}
-    found["sweeps"] = _tried(False, "cpu")
+        report["patch"] = {"works": False, "reason": str(error)}
+    report["sweeps"] = _tried(False, "cpu")
     if not arguments.no_compile:
-        found["compiler"] = {name: _tried(True, name) for name in _kinds()}
+        report["compiler"] = {name: _tried(True, name) for name in _kinds()}
     if arguments.json:
-        print(json.dumps(found, indent=2))
+        print(json.dumps(report, indent=2))
     else:
-        print("\n".join(_doctor_lines(found)))
+        print("\n".join(_doctor_lines(report)))
     return 0
 
 
@@ -290,12 +290,12 @@ def _device_name(where: torch.device) -> str:
 
 
 def _devices() -> list[str]:
-    found = [f"cpu: {platform.machine()}, {torch.get_num_threads()} threads"]
+    lines = [f"cpu: {platform.machine()}, {torch.get_num_threads()} threads"]
     for i in range(torch.cuda.device_count()):
         seen = torch.cuda.get_device_properties(i)
         size = f"{seen.total_memory / 2**30:.0f} GiB"
-        found.append(f"cuda:{i}: {seen.name}, {size}, compute {seen.major}.{seen.minor}")
-    return found
+        lines.append(f"cuda:{i}: {seen.name}, {size}, compute {seen.major}.{seen.minor}")
+    return lines
 
 
 def _tried(compiled: bool, where: str) -> dict[str, Any]:
@@ -312,10 +312,10 @@ def _tried(compiled: bool, where: str) -> dict[str, Any]:
     return {"works": True, "worst": worst, "seconds": time.perf_counter() - start}
 
 
-def _doctor_lines(found: dict[str, Any]) -> list[str]:
-    lines = ["versions    " + ", ".join(f"{n} {v}" for n, v in found["versions"].items())]
-    lines += [f"device      {line}" for line in found["devices"]]
-    patch = found["patch"]
+def _doctor_lines(report: dict[str, Any]) -> list[str]:
+    lines = ["versions    " + ", ".join(f"{n} {v}" for n, v in report["versions"].items())]
+    lines += [f"device      {line}" for line in report["devices"]]
+    patch = report["patch"]
     if patch["works"]:
         parts = (
             f"{family} " + ", ".join(f"{count} {state}" for state, count in states.items())
@@ -324,8 +324,8 @@ def _doctor_lines(found: dict[str, Any]) -> list[str]:
         lines.append(f"db.patch()  works: {'; '.join(parts)}")
     else:
         lines.append(f"db.patch()  does not work: {patch['reason']}")
-    tried = {"sweeps": found["sweeps"]}
-    tried |= {f"compile {name}": seen for name, seen in found.get("compiler", {}).items()}
+    tried = {"sweeps": report["sweeps"]}
+    tried |= {f"compile {name}": seen for name, seen in report.get("compiler", {}).items()}
     for name, seen in tried.items():
         if seen["works"]:
             told = f"works: agrees with autograd to {seen['worst']:.1e} ({seen['seconds']:.1f} s)"
@@ -334,7 +334,7 @@ def _doctor_lines(found: dict[str, Any]) -> list[str]:
         lines.append(f"{name:<11} {told}")
     if any(name.startswith("compile") and not seen["works"] for name, seen in tried.items()):
         lines.append("            compile=True needs a C++ compiler on a CPU, Triton on a GPU")
-    for extra, there in found["extras"].items():
+    for extra, there in report["extras"].items():
         told = "installed" if there else f"not installed: pip install 'doubleback[{extra}]'"
         lines.append(f"[{extra}]".ljust(12) + told)
     return lines

@@ -24,8 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import doubleback as db
-from doubleback.cli import UsageError, experiment, nearest, require, target
-from doubleback.cli.experiment import Images, Step
+from doubleback.cli import UsageError, nearest, require, shared
+from doubleback.cli.shared import Images, Step
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -64,8 +64,8 @@ def run(arguments: argparse.Namespace) -> int:
     names = arguments.penalty or ["loss-gradient", "jacobian"]
     for name in names:
         nearest("--penalty", name, PENALTIES)
-    device = target.device(arguments.device)
-    folder = target.folder(arguments.out)
+    device = shared.device(arguments.device)
+    folder = shared.folder(arguments.out)
     data = Images.load(arguments.data, arguments.seed, device)
     console = Console(highlight=False, stderr=arguments.json)
     threads = torch.get_num_threads()
@@ -107,10 +107,10 @@ class Demo:
         name, shape = self.arguments.net, self.data.shape
         torch.manual_seed(self.arguments.seed)
         if ":" in name:
-            net = target.module(name)
+            net = shared.module(name)
         else:
-            nearest("--net", name, experiment.NETS, "or package.module:factory")
-            net = experiment.network(name, shape, self.arguments.seed)
+            nearest("--net", name, shared.NETS, "or package.module:factory")
+            net = shared.network(name, shape, self.arguments.seed)
         net = net.to(self.device)
         try:
             with torch.no_grad():
@@ -163,10 +163,10 @@ class Demo:
 
     def _train(self, bar: Progress, name: str, net: nn.Module) -> None:
         if name == "plain":
-            step = experiment.plain_step(net)
+            step = shared.plain_step(net)
         else:
             model = db.Penalised(net, PENALTIES[name].build(), compile=self.arguments.compile)
-            step = experiment.sweeps_step(model, self.weights[name])
+            step = shared.sweeps_step(model, self.weights[name])
         task = bar.add_task(f"train, {name}", total=self.epochs, state="")
         for epoch, loss, hits in train(net, step, self.data, self.epochs, self.arguments.seed):
             state = f"loss {loss:6.3f}   accuracy {hits:6.1%}"
@@ -183,36 +183,36 @@ class Demo:
     def _quality(self, bar: Progress) -> dict[str, Any]:
         x, y = (values[:TESTED] for values in self.data.test)
         task = bar.add_task("attack", total=len(self.nets), state="")
-        found = {}
+        quality = {}
         for done, (name, net) in enumerate(self.nets.items(), start=1):
             net.eval()
-            found[name] = measure(net, x, y)
+            quality[name] = measure(net, x, y)
             net.train()
-            state = f"{name}: PGD {found[name]['PGD'][SIZES.index(ATTACK)]:.1%} at ε = {ATTACK}"
+            state = f"{name}: PGD {quality[name]['PGD'][SIZES.index(ATTACK)]:.1%} at ε = {ATTACK}"
             bar.update(task, completed=done, state=state)
             self._line("attack", done, len(self.nets), state)
-        return found
+        return quality
 
     def _costs(self, bar: Progress) -> dict[str, Any]:
         """Each penalty on the network that it trained."""
         x, y = (values[:BATCH] for values in self.data.train)
-        found = {}
+        costs = {}
         for name in self.names:
             net, budget = self.nets[name], self.arguments.seconds
-            ways = experiment.steps(
+            ways = shared.steps(
                 net, PENALTIES[name].build(), self.weights[name], self.arguments.compile
             )
             task = bar.add_task(f"time, {name}", total=budget, state="")
             start, times = time.perf_counter(), {}
-            for times in experiment.interleaved(ways, net, x, y, budget):
-                rounds = len(times[experiment.PLAIN])
+            for times in shared.interleaved(ways, net, x, y, budget):
+                rounds = len(times[shared.PLAIN])
                 passed = min(time.perf_counter() - start, budget)
                 bar.update(task, completed=passed, state=f"{rounds} rounds")
-            found[name] = experiment.summary(times)
-            state = f"{found[name][experiment.PLAIN]['rounds']} rounds"
+            costs[name] = shared.summary(times)
+            state = f"{costs[name][shared.PLAIN]['rounds']} rounds"
             bar.update(task, completed=budget, state=state)
             self._line(f"time, {name}", 1, 1, state)
-        return found
+        return costs
 
     def _explained(self, bar: Progress) -> tuple[dict, dict]:
         x, y = (values[:16] for values in self.data.test)
@@ -344,7 +344,7 @@ def sentences(results: dict[str, Any]) -> Iterator[str]:
     """What was measured, in words; said as it is where the library is not ahead."""
     for name, cost in results["costs"].items():
         stock, patch, ours = (
-            cost[way]["seconds"] for way in (experiment.STOCK, experiment.PATCH, experiment.OURS)
+            cost[way]["seconds"] for way in (shared.STOCK, shared.PATCH, shared.OURS)
         )
         relation = f"{stock / ours:.2f} times as fast as" if ours < stock else "not faster than"
         also = f"gains nothing here ({stock / patch:.2f} times)"
@@ -499,11 +499,11 @@ def _costs(results: dict[str, Any]) -> str:
 
 def _parity(results: dict[str, Any]) -> str:
     parts = []
-    for name, found in results["parity"].items():
+    for name, parity in results["parity"].items():
         parts.append(
-            f"<p>{_label(results, name)}: worst relative error {found['worst']:.1e} in "
-            f"{found['rows']} quantities.</p><details><summary>the worst of them</summary>"
-            f"<pre>{escape(found['text'])}</pre></details>"
+            f"<p>{_label(results, name)}: worst relative error {parity['worst']:.1e} in "
+            f"{parity['rows']} quantities.</p><details><summary>the worst of them</summary>"
+            f"<pre>{escape(parity['text'])}</pre></details>"
         )
     return (
         "<p class=soft>The networks as trained above, in float64, against PyTorch's own double "

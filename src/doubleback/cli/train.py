@@ -50,7 +50,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import default_collate
 
 import doubleback as db
-from doubleback.cli import LOSSES, UsageError, nearest, require, target
+from doubleback.cli import LOSSES, UsageError, nearest, require, shared
 from doubleback.penalties import Loss, make_loss
 
 OPTIMISERS = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
@@ -104,15 +104,15 @@ class Settings:
         for name, field in known.items():
             if field.default is MISSING and name not in given:
                 raise UsageError(f"give --{name}, or {name} = … in a TOML file")
-        found = cls(**given)
-        nearest("--optimiser", found.optimiser, OPTIMISERS)
-        nearest("--schedule", found.schedule, ("constant", "cosine"))
-        nearest("--wrap", found.wrap, ("ddp", "fsdp2"))
-        nearest("--penalty", found.penalty, [n for n in target.TAKEN if n != "bilinear-form"])
+        settings = cls(**given)
+        nearest("--optimiser", settings.optimiser, OPTIMISERS)
+        nearest("--schedule", settings.schedule, ("constant", "cosine"))
+        nearest("--wrap", settings.wrap, ("ddp", "fsdp2"))
+        nearest("--penalty", settings.penalty, [n for n in shared.TAKEN if n != "bilinear-form"])
         for name in ("epochs", "batch", "checkpoint_every", "log_every", "keep"):
-            if getattr(found, name) < 1:
-                raise UsageError(f"{name} must be at least 1, not {getattr(found, name)}")
-        return found
+            if getattr(settings, name) < 1:
+                raise UsageError(f"{name} must be at least 1, not {getattr(settings, name)}")
+        return settings
 
 
 def _toml(name: str) -> dict[str, Any]:
@@ -174,12 +174,12 @@ class Processes:
 
     def gathered(self, values: dict[str, Any]) -> dict[str, Any]:
         """Those of all processes, on the first, under rank/name."""
-        found: list[Any] = [None] * self.count
+        parts: list[Any] = [None] * self.count
         if self.count > 1:
-            dist.gather_object(values, found if self.first else None)
+            dist.gather_object(values, parts if self.first else None)
         else:
-            found = [values]
-        return {f"{r}/{n}": t for r, part in enumerate(found) for n, t in (part or {}).items()}
+            parts = [values]
+        return {f"{r}/{n}": t for r, part in enumerate(parts) for n, t in (part or {}).items()}
 
 
 # ----------------------------------------------------------------------------------- checkpoints
@@ -193,12 +193,12 @@ class Checkpoints:
 
     def all(self) -> list[tuple[int, Path]]:
         """By step, oldest first."""
-        found = []
+        numbered = []
         for path in self.folder.glob("step-*"):
             number = re.fullmatch(r"step-(\d+)", path.name)
             if number and path.is_dir():
-                found.append((int(number[1]), path))
-        return sorted(found)
+                numbered.append((int(number[1]), path))
+        return sorted(numbered)
 
     def write(self, step: int, parts: Mapping[str, dict[str, Tensor]], state: dict) -> None:
         """Whole, or not at all: what was there before stays until this one is."""
@@ -292,12 +292,12 @@ class Training:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self.device = target.device(settings.device)
+        self.device = shared.device(settings.device)
         self.processes = Processes.join(self.device)
         if self.device.type == "cuda" and self.processes.count > 1:
             self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
             torch.cuda.set_device(self.device)
-        self.folder = target.folder(settings.out)
+        self.folder = shared.folder(settings.out)
         self.checkpoints = Checkpoints(self.folder / "checkpoints", settings.keep)
         torch.manual_seed(settings.seed)
         random.seed(settings.seed)
@@ -317,12 +317,12 @@ class Training:
 
     def _model(self) -> db.Penalised:
         s = self.settings
-        net = target.module(s.model)
+        net = shared.module(s.model)
         if not isinstance(net, db.Penalised):
             chosen = argparse.Namespace(**asdict(s))
             chosen.loss = s.loss if s.penalty == "loss-gradient" else None
             net = db.Penalised(
-                net, target.penalty(chosen, steady=True), output=target.key(s.output)
+                net, shared.penalty(chosen, steady=True), output=shared.key(s.output)
             )
         penalty = net.penalty
         if penalty.carries:
@@ -345,8 +345,8 @@ class Training:
     def _data(self) -> tuple[Any, Any]:
         """(training set, test set or None): what the factory returns."""
         s = self.settings
-        found: Any = target.factory(s.data)()
-        train, test = found if isinstance(found, tuple) and len(found) == 2 else (found, None)
+        made: Any = shared.factory(s.data)()
+        train, test = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
         for each in (train, test):
             if each is not None and not (hasattr(each, "__len__") and hasattr(each, "__getitem__")):
                 raise UsageError(
@@ -415,11 +415,11 @@ class Training:
 
     def resume(self) -> bool:
         """Go on from the latest checkpoint; False where there is none yet."""
-        found = self.checkpoints.all()
-        if not found:
+        saved = self.checkpoints.all()
+        if not saved:
             return False
-        parts, state = self.checkpoints.read(found[-1][1])
-        self._same(state, found[-1][1])
+        parts, state = self.checkpoints.read(saved[-1][1])
+        self._same(state, saved[-1][1])
         try:
             weights: dict[str, Any] = dict(parts["model"])
             set_model_state_dict(self.wrapped, weights, options=WHOLE)
@@ -432,7 +432,7 @@ class Training:
             set_optimizer_state_dict(self.wrapped, self.optimiser, told, options=WHOLE)
         except (RuntimeError, KeyError, ValueError) as error:
             raise UsageError(
-                f"{found[-1][1]} does not fit --model {self.settings.model}: {error}"
+                f"{saved[-1][1]} does not fit --model {self.settings.model}: {error}"
             ) from error
         rank = f"{self.processes.rank}/"
         generators = {**parts["random"], **state["python"]}
@@ -486,7 +486,7 @@ class Training:
             group["lr"] = self.rate()
         self.optimiser.zero_grad()
         result, value = self.wrapped(x, *extras)
-        out = target.chosen(result, self.model.output)
+        out = shared.chosen(result, self.model.output)
         loss = self.loss.values(out, y).mean()
         (loss + self.settings.weight * value).backward()
         self.optimiser.step()
@@ -508,14 +508,14 @@ class Training:
         for at in range(0, len(self.test), size):
             rows = [self.test[i] for i in range(at, min(at + size, len(self.test)))]
             x, y, *_ = (part.to(self.device) for part in default_collate(rows))
-            out = target.chosen(self.model.net(x), self.model.output)
+            out = shared.chosen(self.model.net(x), self.model.output)
             total += float(self.loss.values(out, y).sum())
             classes = not y.is_floating_point() and out.dim() == 2
             hits += int((out.argmax(1) == y).sum()) if classes else 0
             count += len(y)
         self.model.train()
-        found = {"test loss": total / count}
-        return found | ({"test accuracy": hits / count} if classes else {})
+        measured = {"test loss": total / count}
+        return measured | ({"test accuracy": hits / count} if classes else {})
 
 
 def _random() -> dict[str, Tensor]:
@@ -537,11 +537,11 @@ def _set_random(states: Mapping[str, Any]) -> None:
 
 def _python_random() -> dict[str, Any]:
     """Python's generator and, where it is in use, NumPy's."""
-    found: dict[str, Any] = {"python": random.getstate()}
+    states: dict[str, Any] = {"python": random.getstate()}
     if "numpy" in sys.modules:
         kind, keys, *rest = sys.modules["numpy"].random.get_state()
-        found["numpy"] = [kind, keys.tolist(), *rest]
-    return found
+        states["numpy"] = [kind, keys.tolist(), *rest]
+    return states
 
 
 # -------------------------------------------------------------------------------------- the rest

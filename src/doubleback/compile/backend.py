@@ -2,7 +2,7 @@
 
 A region is compiled by AOTAutograd and Inductor as it would be without this backend, and stays so
 while nobody differentiates its gradients. The first backward pass with `create_graph=True` that
-arrives at it runs on autograd; from the next call on the region is the passes of `stages.py`.
+arrives at it runs on autograd; from the next call on the region is the passes of `tracing.py`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ..errors import CaptureError, InputError, StaleGraphError, warn
 from ..patch import patched, supported
 from ..run import no_autocast, quiet, sound
 from .region import RegionCode, depends_on, look, many
-from .stages import Stages
+from .tracing import Stages
 
 NAME = "doubleback"
 COMPILERS = ("inductor", "eager")
@@ -189,8 +189,8 @@ class CompiledRegion:
         kinds = [t.dtype for t in self._drawn_examples]
 
         def checked(*numbers: int) -> Sequence[Tensor]:
-            found = compiled(*numbers)
-            return found if [t.dtype for t in found] == kinds else draw(*numbers)
+            drawn = compiled(*numbers)
+            return drawn if [t.dtype for t in drawn] == kinds else draw(*numbers)
 
         return checked
 
@@ -294,10 +294,10 @@ class CompiledRegion:
             ends = outputs_of(self._run_again(inputs))
             grads = _gradients(ends, [names[i] for i in wanted], along, True)
             moving = [t for t in along if t.requires_grad]
-            found = _gradients(grads, [*names.values(), *moving], across, create_graph)
-            by_along = iter(found[len(names) :])
+            gradients = _gradients(grads, [*names.values(), *moving], across, create_graph)
+            by_along = iter(gradients[len(names) :])
             return (
-                dict(zip(names, found, strict=False)),
+                dict(zip(names, gradients, strict=False)),
                 [next(by_along) if t.requires_grad else None for t in along],
             )
 
@@ -364,11 +364,11 @@ def _gradients(
     if not pairs or not at:
         return [None] * len(at)
     with no_autocast():
-        found = torch.autograd.grad(
+        gradients = torch.autograd.grad(
             [y for y, _ in pairs], at, [t for _, t in pairs], create_graph=create_graph,
             allow_unused=True,
         )  # fmt: skip
-    return list(found)
+    return list(gradients)
 
 
 def _generators() -> list[Tensor]:
@@ -385,7 +385,7 @@ def _patch() -> Any:
 def _executed(ctx: Any, skipped: int) -> list[int]:
     """Inputs of a node, behind the first few, whose gradients this backward pass is after."""
     functions = iter(ctx.next_functions)
-    found = []
+    places = []
     for i, (given, needed) in enumerate(zip(ctx.tensors, ctx.needs_input_grad, strict=True)):
         if not given:
             continue
@@ -397,8 +397,8 @@ def _executed(ctx: Any, skipped: int) -> list[int]:
         except RuntimeError:  # a leaf by which torch.autograd.grad differentiates
             after = True
         if after:
-            found.append(i - skipped)
-    return found
+            places.append(i - skipped)
+    return places
 
 
 # --------------------------------------------- while nobody asks: AOTAutograd's own function
@@ -434,15 +434,15 @@ def _watch(function: Any, region: CompiledRegion) -> None:
 
     def ends(results: Sequence[Any]) -> list[Any]:
         """What the function returns, from what the region does: views as the bases they are of."""
-        found: list[Any] = [None] * mutated
+        picked: list[Any] = [None] * mutated
         bases: dict[int, Any] = {}
         for result, info in zip(results, metadata.output_info, strict=True):
             kind = info.output_type.name
             if kind.startswith("alias_of_intermediate") and "user_output" not in kind:
                 bases[info.base_idx] = result if result._base is None else result._base
             direct = kind in ("non_alias", "unsafe_view_alias", "custom_function_view")
-            found.append(result if direct else None)
-        return found + [bases.get(i) for i in range(metadata.num_intermediate_bases)]
+            picked.append(result if direct else None)
+        return picked + [bases.get(i) for i in range(metadata.num_intermediate_bases)]
 
     def held_forward(ctx: Any, *inputs: Any) -> Any:
         ctx.held = Held(inputs)
@@ -454,17 +454,17 @@ def _watch(function: Any, region: CompiledRegion) -> None:
         create_graph = torch.is_grad_enabled()
         donated = keep and function.compiled_bw is not None and metadata.bw_donated_idxs
         if not create_graph and not donated:
-            found = backward(ctx, *grads)
+            gradients = backward(ctx, *grads)
             if not keep:
                 ctx.held.free()
-            return found
+            return gradients
         if len(grads) == 1 and isinstance(grads[0], list):
             grads = tuple(grads[0])
         wanted = _executed(ctx, 0)
         if create_graph:
             region.ask(wanted, any(isinstance(t, Tensor) and t.requires_grad for t in grads))
-        found = region.replay(ctx.held, ends, grads, wanted, create_graph)
-        each = dict(zip(wanted, found, strict=True))
+        gradients = region.replay(ctx.held, ends, grads, wanted, create_graph)
+        each = dict(zip(wanted, gradients, strict=True))
         return tuple(each.get(i) for i in range(len(ctx.tensors)))
 
     function.forward = staticmethod(held_forward)
@@ -518,22 +518,22 @@ def _kind(t: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
     return t.shape, t.dtype, t.device
 
 
-def _filled(found: Sequence[Tensor | None], kinds: Sequence[Any]) -> list[Tensor]:
+def _filled(given: Sequence[Tensor | None], kinds: Sequence[Any]) -> list[Tensor]:
     return [
         torch.zeros(shape, dtype=dtype, device=device) if t is None else t
-        for t, (shape, dtype, device) in zip(found, kinds, strict=True)
+        for t, (shape, dtype, device) in zip(given, kinds, strict=True)
     ]
 
 
 def _apart(outputs: list[Tensor]) -> list[Tensor]:
     """Outputs in memory of their own, as eager's are: a compiler may return one twice."""
     seen: set[int] = set()
-    found = []
+    apart = []
     for t in outputs:
         memory = t.untyped_storage()._cdata
-        found.append(t.clone() if memory in seen else t)
+        apart.append(t.clone() if memory in seen else t)
         seen.add(memory)
-    return found
+    return apart
 
 
 def _keep_apart(
@@ -555,11 +555,11 @@ def _keep_apart(
 
 
 def _sum(a: dict[int, Any], b: dict[int, Any]) -> dict[int, Any]:
-    found = dict(a)
+    total = dict(a)
     for i, t in b.items():
         if t is not None:
-            found[i] = t if found.get(i) is None else found[i] + t
-    return found
+            total[i] = t if total.get(i) is None else total[i] + t
+    return total
 
 
 class RegionForward(torch.autograd.Function):
@@ -569,9 +569,9 @@ class RegionForward(torch.autograd.Function):
     def forward(ctx: Any, call: RegionCall, *inputs: Any) -> Any:
         stages = call.stages
         values = dict(zip(stages.names["input"], inputs, strict=True))
-        found = stages.forward(values)
+        computed = stages.forward(values)
         count = len(stages.layout.outputs)
-        outputs, written = _apart(found[:count]), found[count:]
+        outputs, written = _apart(computed[:count]), computed[count:]
         if written:
             foreach_copy_([inputs[i] for i in stages.written], written)
         values.update(zip(map(str, stages.forward.results), outputs, strict=False))
@@ -595,29 +595,29 @@ class RegionForward(torch.autograd.Function):
         call.held.check(call.viewed)
         values = {**call.values, **dict(zip(call.tensors, tensors, strict=True))}
         left = call.left()
-        found: dict[int, Any] = {}
+        gradients: dict[int, Any] = {}
         any_given = any(t is not None for t in grads)
         if torch.is_grad_enabled():
             if any_given:
-                found = _differentiable(ctx, token, values, grads)
+                gradients = _differentiable(ctx, token, values, grads)
             for _values, ready in left:
-                found = _sum(found, ready)
-            return None, *(found.get(i) for i in range(len(ctx.tensors) - 1))
+                gradients = _sum(gradients, ready)
+            return None, *(gradients.get(i) for i in range(len(ctx.tensors) - 1))
         along = call.along(grads)
         for waiting, ready in left:
-            found = _sum(found, ready)
+            gradients = _sum(gradients, ready)
             if not waiting or stages.second is None:
                 continue
             last = along if any_given else [torch.zeros_like(t) for t in along]
             own = {**values, **waiting, **stages.dense("last", last)}
             more = zip(stages.trained, stages.of_second_order, stages.second(own), strict=True)
-            found = _sum(found, {i: t for i, second, t in more if second or any_given})
+            gradients = _sum(gradients, {i: t for i, second, t in more if second or any_given})
             any_given = False  # what has come in at the outputs is in the first of them
         if any_given:
-            found = _sum(found, _first(call, values, grads))
+            gradients = _sum(gradients, _first(call, values, grads))
         if not get_current_graph_task_keep_graph():
             call.held.free()
-        return None, *(found.get(i) for i in range(len(ctx.tensors) - 1))
+        return None, *(gradients.get(i) for i in range(len(ctx.tensors) - 1))
 
 
 def _first(
@@ -630,12 +630,12 @@ def _first(
     with quiet():
         stages.first.run  # noqa: B018  where it is compiled now, it may ask more about sizes
     if stages.fits(call.numbers):
-        found = stages.first({**values, **stages.dense("only", call.along(grads))})
+        gradients = stages.first({**values, **stages.dense("only", call.along(grads))})
     else:
-        found = call.region.replay(
+        gradients = call.region.replay(
             call.held, stages.layout.outputs_of, grads, stages.trained, create_graph=False
         )
-    return dict(zip(stages.trained, found, strict=True))
+    return dict(zip(stages.trained, gradients, strict=True))
 
 
 def _differentiable(
@@ -650,11 +650,11 @@ def _differentiable(
     region.ask(wanted, moving)
     if set(wanted) <= set(stages.wanted) and moving <= stages.moving:
         along = call.along(grads)
-        found = RegionBackward.apply(call, values, token, *along)
-        found = dict(zip(stages.wanted, found, strict=True))  # type: ignore[arg-type]
-        return {i: found[i] for i in wanted}
-    found = region.replay(call.held, stages.layout.outputs_of, grads, wanted)
-    return dict(zip(wanted, found, strict=True))
+        gradients = RegionBackward.apply(call, values, token, *along)
+        gradients = dict(zip(stages.wanted, gradients, strict=True))  # type: ignore[arg-type]
+        return {i: gradients[i] for i in wanted}
+    gradients = region.replay(call.held, stages.layout.outputs_of, grads, wanted)
+    return dict(zip(wanted, gradients, strict=True))
 
 
 class RegionBackward(torch.autograd.Function):
@@ -668,15 +668,15 @@ class RegionBackward(torch.autograd.Function):
         ctx.call = call
         ctx.set_materialize_grads(False)
         ctx.count = len(along)
-        found: Sequence[Any] = [None] * len(stages.wanted)
+        gradients: Sequence[Any] = [None] * len(stages.wanted)
         if stages.backward is not None:
-            found = stages.backward(own)
+            gradients = stages.backward(own)
         read = () if stages.tangent is None else stages.tangent.reads
         names = [*stages.kept_by_backward, *(n for n in read if n in values)]
         ctx.numbers = {n: own[n] for n in names if not isinstance(own[n], Tensor)}
         ctx.names = [n for n in names if isinstance(own[n], Tensor)]
         ctx.save_for_backward(*along, *[own[n] for n in ctx.names])
-        return tuple(found)
+        return tuple(gradients)
 
     @staticmethod
     def backward(ctx: Any, *across: Tensor | None) -> tuple:

@@ -44,8 +44,7 @@ from ..errors import (
 )
 from ..patch import patched, supported
 from ..run import no_autocast, quiet
-from .leaves import follow_requires_grad
-from .whole import WholeStep, take_mark, trace_whole
+from .tracing import WholeStep, take_mark, trace_whole
 
 MANY = 8  # traces of one loss, after which it is said what they cost
 MOST = 64  # traces of one loss, after which it runs on autograd where none fits
@@ -187,10 +186,10 @@ class Compiled:
         call = _LossCall(args, kwargs)
         stack = _calls()
         stack.append(call)
-        failure, found = None, (None, None)
+        failure, returned = None, (None, None)
         try:
-            with _torch.dynamo_config.patch(_settings(self._constants)):
-                found = self._function((*args, *kwargs.values()))(
+            with _turn, _torch.dynamo_config.patch(_settings(self._constants)):
+                returned = self._function((*args, *kwargs.values()))(
                     self.fn, call.args, call.kwargs, _TOOLS
                 )  # fmt: skip
         except Exception as error:
@@ -203,7 +202,7 @@ class Compiled:
             refusal = call.error or _Refusal(self.fn, failure)
             forget(failure)
             raise refusal
-        loss, result = found
+        loss, result = returned
         if call.loss is None:  # no operator of PyTorch at all
             _check(loss, torch.is_grad_enabled())
         self.refusal = None
@@ -214,8 +213,8 @@ class Compiled:
         by the other it remembers which sizes have changed."""
         given = [m for m in args if isinstance(m, nn.Module)]
         key = self._key(given)
-        found = self._functions.get(key)
-        if found is None:
+        function = self._functions.get(key)
+        if function is None:
             self._surroundings.clear()
             key = self._key(given)
             code = _observed.__code__.replace(co_name=f"call_loss_{next(_count)}")
@@ -229,16 +228,16 @@ class Compiled:
             def changed(failure: Any) -> None:
                 me()._changed(failure)  # type: ignore[union-attr]
 
-            follow_requires_grad(_calls)
+            _follow_requires_grad(_calls)
             optimise = _torch.dynamo_optimize(
                 receive, nopython=True, dynamic=self.dynamic, guard_fail_fn=changed
             )
-            found = optimise(own)
-            assert found is not None
+            function = optimise(own)
+            assert function is not None
             if len(self._functions) >= MANY:
                 self._functions.pop(next(iter(self._functions)))
-            self._functions[key] = found
-        return found
+            self._functions[key] = function
+        return function
 
     def _key(self, given: Sequence[nn.Module]) -> tuple:
         """What Dynamo does not guard, of the modules that fn holds or is given."""
@@ -317,6 +316,39 @@ class Compiled:
         except BaseException as error:
             call.error = error
             raise
+
+
+# ------------------------------------------------------------- requires_grad_ inside a loss
+#
+# Most losses with derivatives inside say `x = x.detach().requires_grad_()`, which TorchDynamo
+# follows from 2.13 on. What it lacks before is little: the call as a node of the graph, and the
+# answer to whoever asks the tensor afterwards. Both are given to it here, for tensors that the
+# graph itself makes; one of the caller's would have to be changed outside the graph.
+
+
+@functools.cache
+def _follow_requires_grad(ours: Callable[[], Any]) -> None:
+    """Teach Dynamo `requires_grad_()`, once, where it has not learned it itself.
+
+    ours: whether a loss of ours is being captured in this thread. All other programs meet PyTorch's
+    own answer.
+    """
+    if hasattr(_torch.SpeculationLog, "graph_break_on_requires_grad_"):
+        return
+    variable = _torch.TensorVariable
+    original = variable.method_requires_grad_
+
+    def method_requires_grad_(self: Any, tx: Any, requires_grad: Any = True) -> Any:
+        wanted = requires_grad if requires_grad is True else requires_grad.as_python_constant()
+        value = self.as_proxy().node.meta["example_value"]
+        if not ours() or self.source is not None or value.requires_grad == wanted:
+            return original(self, tx, requires_grad)
+        value.requires_grad_(wanted)
+        tx.output.create_proxy("call_method", "requires_grad_", (self.as_proxy(), wanted), {})
+        self.requires_grad = wanted
+        return self
+
+    variable.method_requires_grad_ = method_requires_grad_  # type: ignore[method-assign]
 
 
 def _refuse_stored(module: torch.fx.GraphModule) -> None:
@@ -400,10 +432,10 @@ def _multiplied(grads: Sequence[Tensor | None], by: Tensor) -> list[Tensor | Non
     for (device, _), places in groups.items():
         factor = by.to(device)
         if len(places) > 1:
-            found = foreach_mul([present[i] for i in places], factor)
+            scaled = foreach_mul([present[i] for i in places], factor)
         else:
-            found = [present[places[0]] * factor]
-        for i, product in zip(places, found, strict=True):
+            scaled = [present[places[0]] * factor]
+        for i, product in zip(places, scaled, strict=True):
             products[i] = product
     each = iter(products)
     return [None if g is None else next(each) for g in grads]
@@ -516,8 +548,8 @@ def _check(loss: Any, gradients: bool) -> None:
     """An `InputError` about what is no loss. gradients: whether they are asked for."""
     wanted = "the function must return a scalar loss, or a tuple that begins with one"
     if not isinstance(loss, Tensor):
-        found = "" if loss is None else f", not {type(loss).__name__}"
-        raise InputError(f"{wanted}{found}")
+        given = "" if loss is None else f", not {type(loss).__name__}"
+        raise InputError(f"{wanted}{given}")
     if loss.dim() and loss.numel() != 1:
         raise InputError(
             f"{wanted}, not a tensor of shape {tuple(loss.shape)}: take its mean or its sum"
@@ -562,6 +594,9 @@ class _LossCall:
 
 _local = threading.local()
 _count = itertools.count()
+# before 2.13 Dynamo's settings are those of all threads, and not safe to capture in two at a time
+_before_2_13 = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
+_turn: Any = threading.RLock() if _before_2_13 else nullcontext()
 
 
 def _calls() -> list[_LossCall]:
@@ -600,7 +635,7 @@ def _patch() -> Iterator[None]:
 def _modules(fn: Any) -> list[nn.Module]:
     """Modules that a function is seen to hold: in its closure, its globals, its arguments, and in
     those of the functions it holds."""
-    found: dict[int, nn.Module] = {}
+    modules: dict[int, nn.Module] = {}
     seen: set[int] = set()
     stack: list[Any] = [fn]
     while stack:
@@ -609,7 +644,7 @@ def _modules(fn: Any) -> list[nn.Module]:
             continue
         seen.add(id(item))
         if isinstance(item, nn.Module):
-            found[id(item)] = item
+            modules[id(item)] = item
         elif isinstance(item, functools.partial):
             stack += [item.func, *item.args, *item.keywords.values()]
         elif isinstance(item, MethodType):
@@ -622,7 +657,7 @@ def _modules(fn: Any) -> list[nn.Module]:
             stack += item
         elif isinstance(item, dict):
             stack += item.values()
-    return list(found.values())
+    return list(modules.values())
 
 
 def _name(fn: Any) -> str:

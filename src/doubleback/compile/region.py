@@ -1,5 +1,9 @@
 """A region of `torch.compile`, as TorchDynamo hands it over: run as eager would, on numbers or on
-tensors without, and looked at: what it draws, which results share memory."""
+tensors without, and looked at: what it draws, which results share memory.
+
+Its random numbers are drawn before it and handed to it: so forward, backward and second derivative,
+however often they run, see the same ones.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,8 @@ import functools
 import linecache
 import operator
 import re
-from collections.abc import Callable, Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -17,10 +22,194 @@ import torch
 from torch import Tensor
 
 from .. import _torch
-from .._torch import FakeTensorMode, make_fx, set_grad_enabled
+from .._torch import FakeTensorMode, TorchDispatchMode, make_fx, pytree, set_grad_enabled
 from ..errors import CaptureError
 from ..graph import compile_sizes
-from .randomness import Draw, Recording, Replaying
+
+# ----------------------------------------------------------------------------------- random numbers
+
+
+aten = torch.ops.aten
+
+# What is drawn depends on the sizes of the first argument alone, by operators that return it …
+_LIKE = {
+    aten.rand_like.default, aten.randn_like.default, aten.randint_like.default,
+    aten.randint_like.low_dtype, aten.bernoulli.p,
+}  # fmt: skip
+# … or write it there
+_WRITING = {
+    aten.uniform_.default, aten.normal_.default, aten.exponential_.default,
+    aten.geometric_.default, aten.log_normal_.default, aten.cauchy_.default,
+    aten.random_.default, aten.random_.to, getattr(aten.random_, "from"),
+    aten.bernoulli_.float,
+}  # fmt: skip
+_FROM_SIZES = {
+    aten.rand.default, aten.randn.default, aten.randint.default, aten.randint.low,
+    aten.randperm.default, aten.normal.float_float,
+}  # fmt: skip
+_FLOATS = {aten.rand.default, aten.randn.default, aten.normal.float_float}
+_NORMAL = {aten.normal.Tensor_float, aten.normal.float_Tensor, aten.normal.Tensor_Tensor}
+
+
+@dataclass(frozen=True)
+class Draw:
+    """One draw of a region: `make(*sizes)`, from sizes that may be open."""
+
+    op: Any
+    make: Callable[..., Tensor]
+    sizes: tuple[Any, ...]
+
+
+def is_random(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call draws: attention is tagged, too, and does so with dropout only."""
+    if torch.Tag.nondeterministic_seeded not in getattr(op, "tags", ()):
+        return False
+    for i, argument in enumerate(op._schema.arguments):
+        if argument.name == "dropout_p":
+            given = args[i] if i < len(args) else kwargs.get("dropout_p", argument.default_value)
+            return given != 0
+    return True
+
+
+class _Randomness(TorchDispatchMode, ABC):
+    """Sees each operator that draws."""
+
+    @abstractmethod
+    def meet(self, draw: Draw) -> Tensor:
+        """What was drawn."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not is_random(func, args, kwargs):
+            return func(*args, **kwargs)
+        return self._drawn(func, args, kwargs)
+
+    def _drawn(self, op: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        if kwargs.get("generator") is not None:
+            raise CaptureError(f"{op} draws from a generator of its own")
+        if op is aten.native_dropout.default:
+            x, p, train = args
+            if train is False or p == 0:
+                return x.clone(), torch.ones_like(x, dtype=torch.bool)
+            if p == 1:
+                return torch.zeros_like(x), torch.zeros_like(x, dtype=torch.bool)
+            kept = self.meet(_uniform(op, x, lambda u: u > p))
+            return x * kept * (1.0 / (1.0 - p)), kept
+        if op is aten.bernoulli.default:
+            (probability,) = args
+            uniform = self.meet(_uniform(op, probability, lambda u: u))
+            return (uniform < probability).to(probability.dtype)
+        if op is aten.bernoulli_.Tensor:
+            x, probability = args
+            uniform = self.meet(_uniform(op, x, lambda u: u))
+            return x.copy_(uniform < probability)
+        if op in _NORMAL:
+            mean, std = (*args, 1.0)[:2]
+            like = torch.broadcast_tensors(*(t for t in args if isinstance(t, Tensor)))[0]
+            return mean + std * self.meet(_normal(op, like))
+        if op in _WRITING:
+            return args[0].copy_(self.meet(_of_like(op, args, kwargs)))
+        if op in _LIKE:
+            if op is not aten.bernoulli.p:
+                kwargs = {**kwargs, "dtype": kwargs.get("dtype") or args[0].dtype}
+            return self.meet(_of_like(op, args, kwargs))
+        if op in _FROM_SIZES:
+            if op in _FLOATS:  # Inductor knows one default only
+                kwargs = {**kwargs, "dtype": kwargs.get("dtype") or torch.get_default_dtype()}
+            return self.meet(_of_sizes(op, args, kwargs))
+        raise CaptureError(f"{op} draws random numbers that depend on more than sizes")
+
+
+class Recording(_Randomness):
+    """Keeps a note of each draw, on tensors without numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.draws: list[Draw] = []
+
+    def meet(self, draw: Draw) -> Tensor:
+        self.draws.append(draw)
+        return draw.make(*draw.sizes)
+
+
+class Replaying(_Randomness):
+    """Hands out what was drawn before, in the same order."""
+
+    def __init__(self, draws: Sequence[Draw], drawn: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.rest = list(zip(draws, drawn, strict=True))
+
+    def meet(self, draw: Draw) -> Tensor:
+        if not self.rest or self.rest[0][0].op is not draw.op:
+            raise CaptureError(f"{draw.op} draws where it did not before")
+        return self.rest.pop(0)[1]
+
+
+def _uniform(op: Any, x: Tensor, then: Callable[[Tensor], Tensor]) -> Draw:
+    dtype = x.dtype if x.is_floating_point() else torch.float32
+    device = x.device
+
+    def make(*sizes: int) -> Tensor:
+        return then(torch.rand(sizes, dtype=dtype, device=device))
+
+    return Draw(op, make, tuple(x.shape))
+
+
+def _normal(op: Any, x: Tensor) -> Draw:
+    dtype, device = x.dtype, x.device
+    return Draw(
+        op, lambda *sizes: torch.randn(sizes, dtype=dtype, device=device), tuple(x.shape)
+    )  # fmt: skip
+
+
+def _of_like(op: Any, args: tuple, kwargs: dict[str, Any]) -> Draw:
+    """Drawn on an empty tensor of the same sizes."""
+    x, *rest = args
+    dtype, device = x.dtype, x.device
+    numbers, fill = _numbers((rest, kwargs))
+    axes = x.dim()
+
+    def make(*sizes: int) -> Tensor:
+        rest, kwargs = fill(sizes[axes:])
+        return op(torch.empty(sizes[:axes], dtype=dtype, device=device), *rest, **kwargs)
+
+    return Draw(op, make, (*x.shape, *numbers))
+
+
+def _of_sizes(op: Any, args: tuple, kwargs: dict[str, Any]) -> Draw:
+    numbers, fill = _numbers((args, kwargs))
+
+    def make(*sizes: int) -> Tensor:
+        args, kwargs = fill(sizes)
+        return op(*args, **kwargs)
+
+    return Draw(op, make, numbers)
+
+
+def _numbers(tree: Any) -> tuple[tuple, Callable[[Sequence[int]], Any]]:
+    """Integers among arguments, any of which may be an open size, and the arguments from them."""
+    leaves, spec = pytree.tree_flatten(tree)
+    places = [i for i, leaf in enumerate(leaves) if type(leaf) is int or _is_open(leaf)]
+    numbers = tuple(leaves[i] for i in places)
+    for i in places:
+        leaves[i] = None
+
+    def fill(sizes: Sequence[int]) -> Any:
+        filled = list(leaves)
+        for i, size in zip(places, sizes, strict=True):
+            filled[i] = size
+        return pytree.tree_unflatten(filled, spec)
+
+    return numbers, fill
+
+
+def _is_open(leaf: Any) -> bool:
+    return isinstance(leaf, torch.SymInt)
+
+
+# ------------------------------------------------------------------------------------------ regions
 
 
 class RegionCode:
@@ -96,16 +285,16 @@ class RegionCode:
             with Replaying(self.draws, inputs[own:]):
                 return torch.fx.Interpreter(self.module).run(*inputs[:own])
 
-        found = graph.call_function(region, inputs)
+        returned = graph.call_function(region, inputs)
         results = self.module.graph.output_node().args[0]
-        parts = [graph.call_function(operator.getitem, (found, i)) for i in range(len(results))]  # type: ignore[arg-type]
+        parts = [graph.call_function(operator.getitem, (returned, i)) for i in range(len(results))]  # type: ignore[arg-type]
         graph.output(tuple(parts))
         return torch.fx.GraphModule(torch.nn.Module(), graph)
 
     def numbers(self, inputs: Sequence[Any]) -> list[Any]:
         """The call's open sizes, and Python's numbers."""
-        found = [inputs[i] for i in self.open]
-        return found + [inputs[i].item() for i in self.floats] if self.floats else found
+        sizes = [inputs[i] for i in self.open]
+        return sizes + [inputs[i].item() for i in self.floats] if self.floats else sizes
 
     def sizes(self, wanted: Sequence[Any]) -> Callable[..., Sequence[Any]]:
         """A function of a call's open sizes that computes these numbers of Dynamo's."""
@@ -124,11 +313,11 @@ class _AsEager(torch.fx.Interpreter):
     looked into, so that autograd can differentiate them twice."""
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
-        found = super().get_attr(target, args, kwargs)
+        value = super().get_attr(target, args, kwargs)
         mode = _torch.get_dispatch_mode(_torch.TorchDispatchModeKey.FAKE)
-        if mode is None or not isinstance(found, Tensor) or isinstance(found, _torch.FakeTensor):
-            return found
-        return mode.from_tensor(found, static_shapes=True)
+        if mode is None or not isinstance(value, Tensor) or isinstance(value, _torch.FakeTensor):
+            return value
+        return mode.from_tensor(value, static_shapes=True)
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if isinstance(target, _torch.HigherOrderOperator):
@@ -137,8 +326,8 @@ class _AsEager(torch.fx.Interpreter):
                 return _AsEager(body).run(*rest)
             if target.name() == _APPLY:
                 forward, backward, *rest = args
-                found = _Applied.apply(forward, backward, kwargs["non_differentiable_idx"], *rest)
-                return found
+                result = _Applied.apply(forward, backward, kwargs["non_differentiable_idx"], *rest)
+                return result
         return super().call_function(target, args, kwargs)
 
 
@@ -170,11 +359,11 @@ class _Applied(torch.autograd.Function):
         values = [other if t is None else t for t, other in saved]
         enabled = torch.is_grad_enabled()
         try:
-            found = _OnTape(ctx.backward).run(*grads, *values)
+            gradients = _OnTape(ctx.backward).run(*grads, *values)
         finally:
             torch.set_grad_enabled(enabled)
-        found = found if isinstance(found, (tuple, list)) else (found,)
-        return None, None, None, *found
+        gradients = gradients if isinstance(gradients, (tuple, list)) else (gradients,)
+        return None, None, None, *gradients
 
 
 class _OnTape(_AsEager):
@@ -236,12 +425,12 @@ def _function_at(text: str, line: int) -> str:
         tree = ast.parse(text)
     except SyntaxError:
         return ""
-    found = ""
+    source = ""
     for node in ast.walk(tree):  # outer ones come first
         if isinstance(node, ast.FunctionDef) and node.lineno <= line <= (node.end_lineno or 0):
             first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
-            found = "\n".join(text.splitlines()[first - 1 : node.end_lineno])
-    return found
+            source = "\n".join(text.splitlines()[first - 1 : node.end_lineno])
+    return source
 
 
 def _copied(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
@@ -294,23 +483,23 @@ class Stand:
         numbers = iter(code.sizes([n for shape in shapes for n in shape])(*own))
         symbols = {code.examples[i].node.expr: n for i, n in zip(code.open, own, strict=False)}
         floats = iter(self.numbers[len(code.open) :])
-        found: list[Any] = []
+        given: list[Any] = []
         for i, t in enumerate(code.examples):
             if isinstance(t, Tensor):
                 shape, strides = ([next(numbers) for _ in t.shape] for _ in range(2))
                 with self.mode:
-                    found.append(
+                    given.append(
                         torch.empty_strided(shape, strides, dtype=t.dtype, device=t.device)
                     )
                 if i in code.floats:
                     self._floats[i] = next(floats)
-                    found[-1].item_memo = self._floats[i]
+                    given[-1].item_memo = self._floats[i]
             elif isinstance(t, torch.SymInt):
                 expr = t.node.expr
-                found.append(int(expr) if expr.is_number else symbols[expr])
+                given.append(int(expr) if expr.is_number else symbols[expr])
             else:
                 raise CaptureError(f"an input is a {type(t).__name__}")
-        return found
+        return given
 
     def _draws(self, code: RegionCode) -> list[list[Any]]:
         own = self.numbers[: len(code.open)]
@@ -375,13 +564,13 @@ class Layout:
         self, inputs: Sequence[Any], outputs: Sequence[Tensor], numbers: Iterator[Any]
     ) -> list[Any]:
         """What the code would return; views are taken anew, so that autograd knows of them."""
-        found = []
+        results = []
         for result in self.results:
             if result.kind == "constant":
-                found.append(result.value)
+                results.append(result.value)
                 continue
             if result.kind == "number":
-                found.append(next(numbers))
+                results.append(next(numbers))
                 continue
             base = (inputs if result.kind == "input" else outputs)[result.place]
             if result.view is not None:
@@ -389,8 +578,8 @@ class Layout:
                 shape, strides = ([next(numbers) for _ in range(axes)] for _ in range(2))
                 offset = base.storage_offset() + next(numbers)
                 base = (base if on_tape else base.detach()).as_strided(shape, strides, offset)
-            found.append(base)
-        return found
+            results.append(base)
+        return results
 
 
 def look(code: RegionCode, inputs: Sequence[Any], draws: Sequence[Tensor] | None) -> Layout:
@@ -427,14 +616,14 @@ def _layout(inputs: Sequence[Any], results: Sequence[Any]) -> Layout:
                 bases[_memory(t)] = i, base, base is not t
     places = {memory: place for place, memory in enumerate(bases)}
     numbers: list[Any] = []
-    found = []
+    kinds = []
     for t in results:
         if isinstance(t, torch.SymInt):
             numbers.append(t)
-            found.append(Result("number"))
+            kinds.append(Result("number"))
             continue
         if not isinstance(t, Tensor):
-            found.append(Result("constant", value=t))
+            kinds.append(Result("constant", value=t))
             continue
         memory = _memory(t)
         if memory in own:
@@ -447,9 +636,9 @@ def _layout(inputs: Sequence[Any], results: Sequence[Any]) -> Layout:
                 raise CaptureError("a result is a view of a tensor that autograd takes as another")
             numbers += [*t.shape, *t.stride(), t.storage_offset() - base.storage_offset()]
             view = t.dim(), t.requires_grad
-        found.append(Result(kind, place, view=view))
+        kinds.append(Result(kind, place, view=view))
     return Layout(
-        tuple(found),
+        tuple(kinds),
         tuple((i, is_base) for i, _, is_base in bases.values()),
         tuple(base.requires_grad for _, base, _ in bases.values()),
         tuple(numbers),

@@ -1,12 +1,13 @@
-"""Penalties of the whole Jacobian: the strategies that compute it, their prices, the choice of one,
-and the programs that run it; the spectral norm beside them."""
+"""Programs with many seeds. For the whole Jacobian: the strategies that sweep it, their prices, the
+choice of one; beside them the spectral norm's and that of penalties over fixed directions."""
 
 from .planner import Decision, plan_jacobian, price, price_sweeps
-from .programs import SpectralProgram
+from .programs import DirectionsProgram, SpectralProgram
 from .strategies import unit_vectors
 
 __all__ = [
     "Decision",
+    "DirectionsProgram",
     "SpectralProgram",
     "plan_jacobian",
     "price",

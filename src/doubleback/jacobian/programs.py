@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -31,7 +31,7 @@ from ..spaces import dual_square
 from .strategies import Candidate, Sources, finished, zero
 
 if TYPE_CHECKING:
-    from ..penalties import SpectralNorm
+    from ..penalties import Directions, SpectralNorm
     from .planner import Decision
 
 
@@ -314,6 +314,154 @@ class SpectralProgram(Phases):
 
     def _again(self, swept: Swept, weight: Tensor) -> Sources:
         return self._measure(swept, weight)[1]
+
+
+@dataclass
+class Along(Swept):
+    """The same with directions: what belongs to each, and ∇p there where the penalty's own
+    arguments ask for a gradient."""
+
+    directions: tuple[Tensor, ...] = ()
+    q: list[Tensor] = field(default_factory=list)
+
+
+@dataclass(frozen=True, eq=False)
+class DirectionsProgram(Phases):
+    """Σ_i p_i(J*v⟨i⟩) over directions that are fixed before they are measured, `chunk` at a time.
+
+    pull    J*z, as often as the penalty needs it to find its directions
+    part    for each chunk of directions: backward and tangent sweep
+    """
+
+    penalty: Directions
+
+    @property
+    def pulls(self) -> tuple[int, int]:
+        shape = self.plan.graph.shape(self.plan.target)
+        return self.penalty.count(shape), self.penalty.drawn_rounds()
+
+    def to_price(self, replay: Replay) -> DirectionsProgram:
+        return replace(self, debug=False, replay=replay, penalty=self.penalty.cheap())
+
+    def first(self, leaves: Mapping[int, Tensor], extra: Sequence[Any], keep: bool = True) -> First:
+        self.replay.tick()
+        penalty = self.penalty
+        outputs, mutated, opened = self._open(leaves)
+        swept = Along(opened.values, opened.saved, {}, None)
+        out = swept.values[self.plan.target]
+        swept.directions, total = self._found(swept, penalty.start(out, *extra))
+        now = keep and penalty.reduction != "none"
+        if now or penalty.valued:
+            weight = self._weight(leaves, out) if now else None
+            values, swept.sources = self._sweep(swept, weight)
+            total = values if total is None else total + values
+        assert total is not None
+        return First(outputs, total, mutated, swept if keep else None)
+
+    def last(
+        self,
+        state: Any,
+        extra: Sequence[Any],
+        grad_outputs: Mapping[int, Tensor | None],
+        grad_values: Tensor | None,
+        keep: bool = False,
+    ) -> list[Tensor | None]:
+        found = super().last(state, extra, grad_outputs, grad_values, keep)
+        own: list[Tensor | None] = [None] * len(self.asked)
+        if self.asked and grad_values is not None:
+            own = self.penalty.own(self.asked, state.q, state.directions, grad_values, *extra)
+        return [*found, *own]
+
+    def _found(self, swept: Along, bank: tuple[Tensor, ...]) -> tuple[tuple, Tensor | None]:
+        """(the directions, what finding them adds to each example's value), part by part, with the
+        same number of rounds for all."""
+        penalty = self.penalty
+        rounds = penalty.drawn_rounds()
+        found = [
+            penalty.improved(tuple(t[one] for t in bank), self._puller(swept), rounds)
+            for one in self._parts(bank[0].shape[0])
+        ]
+        if len(found) == 1:
+            return found[0]
+        joined = tuple(torch.cat(parts) for parts in zip(*(b for b, _ in found), strict=True))
+        values = [value for _, value in found if value is not None]
+        return joined, torch.stack(values).sum(0) if values else None
+
+    def _puller(self, swept: Along) -> Callable[[Tensor], Tensor]:
+        def run(nested: Any) -> Tensor:
+            values, saved, z = nested
+            return self._pulled(sweeps.State(dict(values), dict(saved)), z, keep=False)[0]
+
+        return lambda z: self.replay(("pull", z.shape[0]), run, (swept.values, swept.saved, z))
+
+    def _pulled(self, state: sweeps.State, z: Tensor, keep: bool) -> list[Tensor]:
+        """J*z⟨i⟩; a single direction goes without an axis of its own, as in the four sweeps."""
+        plan, count = self.plan, z.shape[0]
+        watch = sweeps.finite_watch(plan) if self.debug else None
+        alone = count == 1
+        xi = sweeps.backward(
+            plan, state, z[0] if alone else z, keep=keep, watch=watch,
+            seeds=None if alone else count,
+        )  # fmt: skip
+        return [
+            zero(plan.graph, x, count) if u is None else u[None] if alone else u
+            for x, u in zip(plan.penalised, xi, strict=True)
+        ]
+
+    def _parts(self, count: int) -> list[slice]:
+        size = self.penalty.chunk or count
+        return [slice(i, min(i + size, count)) for i in range(0, count, size)]
+
+    def _sweep(self, swept: Along, weight: Tensor | None) -> tuple[Tensor, Sources]:
+        total: Tensor | None = None
+        sources: Sources = {}
+        gradients: list[list[Tensor]] = []
+        for one in self._parts(swept.directions[0].shape[0]):
+            bank = tuple(t[one] for t in swept.directions)
+            values, sources, q = self._part(swept, bank, weight, sources)
+            total = add(total, values)
+            gradients.append(q)
+        assert total is not None
+        if self.asked:
+            swept.q = [torch.cat(parts) for parts in zip(*gradients, strict=True)]
+        return total, sources
+
+    def _part(
+        self, swept: Along, bank: tuple[Tensor, ...], weight: Tensor | None, sources: Sources
+    ) -> tuple[Tensor, Sources, list[Tensor]]:
+        """One chunk: (its share of the penalty, `sources` with its own added, ∇p if asked for)."""
+
+        def run(nested: Any) -> Any:
+            values, saved, given, by, into = nested
+            state = sweeps.State(dict(values), dict(saved))
+            xi = self._pulled(state, given[0], keep=by is not None)
+            measured, q = self.penalty.measured(xi, given)
+            own = q if self.asked else []
+            if by is not None:
+                self._pushed(state, [_weighted(u, by) for u in q], into)
+            return measured, into, own
+
+        key = ("part", weight is None, not sources)
+        nested = (swept.values, swept.saved, bank, weight, sources)
+        return self.replay(key, run, nested, (sources,))
+
+    def _pushed(self, state: sweeps.State, q: list[Tensor], sources: Sources) -> None:
+        watch = sweeps.finite_watch(self.plan) if self.debug else None
+        count = q[0].shape[0]
+        alone = count == 1
+        start = {x: u[0] if alone else u for x, u in zip(self.plan.penalised, q, strict=True)}
+        sweeps.tangent(
+            self.plan, state, start, watch=watch, seeds=None if alone else count, sources=sources
+        )
+
+    def _again(self, swept: Swept, weight: Tensor) -> Sources:
+        assert isinstance(swept, Along)
+        return self._sweep(swept, weight)[1]
+
+
+def _weighted(q: Tensor, weight: Tensor) -> Tensor:
+    """weight_b·q⟨i⟩_b; a weight is not rounded to 16 bits before it multiplies."""
+    return (weight.reshape(1, -1, *(1,) * (q.dim() - 2)) * q).to(q.dtype)
 
 
 def _times(t: Tensor, factor: Tensor) -> Tensor:

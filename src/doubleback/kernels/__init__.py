@@ -3,22 +3,17 @@ strided and locally connected products, curvature of activations; and how a kern
 now."""
 
 from .attention import (
-    BITS,
-    CUDNN,
-    EFFICIENT,
-    FLASH,
-    MATH,
-    Dropout,
     attention_backward,
     attention_forward,
     attention_second,
     attention_tangent,
-    recovered,
 )
+from .attention_stock import BITS, CUDNN, EFFICIENT, FLASH, MATH, Dropout, recovered
 from .depthwise import Depthwise, Part, taps_first
 from .launch import (
     BOUNDARY,
     batched,
+    being_flattened,
     boundary,
     compiling,
     direct,
@@ -28,10 +23,17 @@ from .launch import (
     library,
     on_cuda,
     opaque,
-    recording,
 )
-from .locally_connected import local_product, local_transpose, local_weight_adjoint
 from .pointwise import cleared, curvature, fused_curvature, second
+from .products import (
+    Strided,
+    affine_rows,
+    local_product,
+    local_transpose,
+    local_weight_adjoint,
+    pays,
+    times,
+)
 from .standardisation import (
     Groups,
     Point,
@@ -43,7 +45,6 @@ from .standardisation import (
     standardise_second,
     statistics,
 )
-from .strided import Strided, affine_rows, pays, times
 
 __all__ = [
     "BITS",
@@ -65,6 +66,7 @@ __all__ = [
     "attention_second",
     "attention_tangent",
     "batched",
+    "being_flattened",
     "boundary",
     "cleared",
     "compiling",
@@ -81,7 +83,6 @@ __all__ = [
     "on_cuda",
     "opaque",
     "pays",
-    "recording",
     "recovered",
     "second",
     "second_now",

@@ -329,7 +329,7 @@ def _known(tensors: Sequence[Tensor]) -> bool:
         return False  # PyTorch differentiates its own operators only
     if any(map(_channels_first, tensors)):
         return False  # two copies more, and a layout that the caller does not expect
-    return launch.recording() or launch.fusing() or launch.eager(*tensors)
+    return launch.being_flattened() or launch.fusing() or launch.eager(*tensors)
 
 
 def _channels_first(t: Tensor) -> bool:

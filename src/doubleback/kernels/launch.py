@@ -60,7 +60,7 @@ def fusing() -> bool:
     return _fusing or compiling()
 
 
-def recording() -> bool:
+def being_flattened() -> bool:
     """Whether the sweeps are being flattened, or run on fake tensors to be priced."""
     fake = get_dispatch_mode(TorchDispatchModeKey.FAKE)
     return fake is not None or get_proxy_mode() is not None

@@ -351,7 +351,7 @@ def fused_curvature(name: str, z: Tensor, h: Tensor, xi: Tensor, *params: float)
     """The same in the form that the sweeps need now; None where they write the formula out."""
     if launch.fusing() or not launch.on_cuda(z, h, xi) or not supports(name, z, h, xi):
         return None
-    if launch.recording():  # one node of the flattened sweeps
+    if launch.being_flattened():  # one node of the flattened sweeps
         return torch.ops.doubleback.curvature(name, z, h, xi, [float(p) for p in params])
     return launch_curvature(name, z, h, xi, *params)
 
@@ -359,8 +359,8 @@ def fused_curvature(name: str, z: Tensor, h: Tensor, xi: Tensor, *params: float)
 def cleared(flat: Tensor, y: Tensor, zero: Tensor | float = 0.0) -> Tensor:
     """y, with zeros where `flat` is true.
 
-    On a CPU PyTorch's `where` goes one entry after the other, and takes ten times as long as the
-    vjp of hardtanh, which lets through what lies between its bounds.
+    On a CPU PyTorch's `where` goes one entry after the other, which the vjp of hardtanh, that lets
+    through what lies between its bounds, does not.
 
     >>> cleared(torch.tensor([True, False]), torch.tensor([float("inf"), 2.0]))
     tensor([0., 2.])

@@ -601,7 +601,7 @@ def second_now(
     weight: Tensor | None, wanted: Sequence[bool], tangent: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """`standardise_second` in the form that the sweeps need now."""
-    if not (launch.recording() and launch.on_cuda(x) and not launch.fusing()):
+    if not (launch.being_flattened() and launch.on_cuda(x) and not launch.fusing()):
         return standardise_second(
             groups, xi, q, x, mean, rstd, weight, wanted, tangent, fused=not launch.fusing()
         )

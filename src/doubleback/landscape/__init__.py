@@ -7,7 +7,19 @@ only door: its other modules are private.
 """
 
 from . import drawing
-from .curves import Curve, Jumps, Piecewise, gradient, output, penalty
+from .curves import (
+    Curve,
+    Jumps,
+    Piecewise,
+    Roughness,
+    Verdict,
+    fit_exponent,
+    gradient,
+    judge,
+    output,
+    penalty,
+    roughness,
+)
 from .network import Network
 from .paths import (
     Breakpoint,
@@ -24,7 +36,6 @@ from .paths import (
     partition,
     random_direction,
 )
-from .verdict import Roughness, Verdict, fit_exponent, judge, roughness
 
 __all__ = [
     "Breakpoint",

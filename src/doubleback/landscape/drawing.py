@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..errors import DoublebackError
-from .curves import Curve, Piecewise
+from .curves import Curve, Piecewise, Verdict, mean_curve
 from .paths import Coordinate, Polytopes
-from .verdict import Verdict, mean_curve
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -1,6 +1,5 @@
-"""Penalties R = p(J*v): choices of v and p, norms and losses, and the same by plain autograd."""
+"""Penalties R = p(J*v): choices of v and p, norms and losses."""
 
-from .autograd import Way, accumulate_on_autograd, derivatives, on_autograd
 from .losses import (
     BinaryCrossEntropy,
     CrossEntropy,
@@ -12,7 +11,7 @@ from .losses import (
     SquaredNorm,
     make_loss,
 )
-from .many_seeds import Jacobian, SpectralNorm
+from .many_seeds import Directions, Jacobian, JacobianMatch, LogDet, SpectralNorm
 from .one_seed import BilinearForm, Custom, GradientMatch, LossGradient, OutputGradient, Penalty
 
 __all__ = [
@@ -21,8 +20,11 @@ __all__ = [
     "CrossEntropy",
     "Custom",
     "Deviation",
+    "Directions",
     "GradientMatch",
     "Jacobian",
+    "JacobianMatch",
+    "LogDet",
     "Loss",
     "LossGradient",
     "LossName",
@@ -32,9 +34,5 @@ __all__ = [
     "SpectralNorm",
     "SquaredError",
     "SquaredNorm",
-    "Way",
-    "accumulate_on_autograd",
-    "derivatives",
     "make_loss",
-    "on_autograd",
 ]

@@ -77,6 +77,7 @@ class Penalty(ABC):
     needs_examples: bool = False  # whether a batch without any has to run on autograd
     chance: str | None = None  # why its numbers are no function of weights and inputs alone
     carries: bool = False  # whether a call goes on from what the last one left
+    no_graph: str | None = None  # why a CUDA graph cannot compute it
     iterations: int = 0  # rounds of a power iteration before the sweeps
 
     def __init__(self, norm: NormLike | None = None, reduction: Reduction = "mean") -> None:
@@ -177,6 +178,13 @@ class Penalty(ABC):
     def oracle_seeds(self, out: Tensor, x: Sequence[Tensor], *extra: Tensor) -> Sequence[Tensor]:
         """Every v whose penalty p(J*v) adds to the total, for the oracle."""
         return [self.oracle_seed(out, *extra)]
+
+    def oracle_values(
+        self, out: Tensor, pull: Callable[..., list[Tensor]], *extra: Any
+    ) -> Tensor | None:
+        """p per example, for the oracle of a penalty that is no sum of p(J*v) over `oracle_seeds`.
+        pull(v, graph) is J*v, differentiable for None, not for False."""
+        return None
 
     def seeds_from(self, carried: dict) -> Callable[..., Sequence[Tensor]] | None:
         """`oracle_seeds` that go on from what earlier calls left in `carried`, for penalties that
@@ -330,18 +338,20 @@ class LossGradient(Penalty):
 
 
 class _Entry(Penalty):
-    """v = e⟨index⟩, the same for every example."""
+    """v = e⟨index⟩, the same for every example; "sum": ones."""
+
+    instead = ""  # what else there is for several outputs
 
     def __init__(
         self, index: Any = None, norm: NormLike | None = None, reduction: Reduction = "mean"
     ) -> None:
         super().__init__(norm, reduction)
-        if index is not None and not _is_index(index):
-            raise InputError(f"index must be an int or a tuple of ints, not {index!r}")
-        self.index = index
+        if index is not None and index != "sum" and not _is_index(index):
+            raise InputError(f'index must be an int, a tuple of ints or "sum", not {index!r}')
+        self.index: Any = index
 
     def seed(self, out: Tensor, *extra: Tensor) -> Tensor:
-        if self.index is None:
+        if self.index is None or self.index == "sum":
             return torch.ones_like(out)
         # a comparison of positions, not an assignment, so that it flattens into one graph
         v = torch.ones((), dtype=out.dtype, device=out.device)
@@ -355,11 +365,14 @@ class _Entry(Penalty):
         super().check(out_shape, x, *extra)
         entry = tuple(out_shape[1:])
         name = type(self).__name__
+        if self.index == "sum":
+            return
         if self.index is None:
             if any(size != 1 for size in entry):
                 raise InputError(
                     f"{name}() needs one number per example, but the output has shape "
-                    f"{tuple(out_shape)}; choose an entry: {name}(index=...)"
+                    f"{tuple(out_shape)}; choose an entry: {name}(index=...), or their "
+                    f'sum: {name}(index="sum"){self.instead}'
                 )
             return
         index = self.index if isinstance(self.index, tuple) else (self.index,)
@@ -381,7 +394,8 @@ def _is_index(index: Any) -> bool:
 
 
 class OutputGradient(_Entry):
-    """R = p(∇ₓ out⟨index⟩); with index=None the network is a scalar critic (R1, WGAN-GP).
+    """R = p(∇ₓ out⟨index⟩); with index=None the network is a scalar critic (R1, WGAN-GP), with
+    index="sum" a critic of patches, of whose outputs the sum is differentiated.
 
     >>> import torch, doubleback as db
     >>> critic = torch.nn.Sequential(torch.nn.Linear(2, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
@@ -397,10 +411,11 @@ class GradientMatch(_Entry):
     """Sobolev training and force matching: R = p(∇ₓ out⟨index⟩ − target).
 
     The target, shaped like x (a tuple for several inputs), is the call's last argument. One that
-    requires grad receives its gradient, ∂R/∂target = −∇p.
+    requires grad receives its gradient, ∂R/∂target = −∇p. For several outputs: `JacobianMatch`.
     """
 
     extras = 1
+    instead = ", or match the whole Jacobian: JacobianMatch()"
 
     def trial(
         self, out: Tensor, x: Tensor, classes: int | None = None

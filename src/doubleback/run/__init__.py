@@ -2,10 +2,17 @@
 (replayed, or compiled by Inductor, or captured as a CUDA graph), its place in autograd, and the
 delivery of its gradients."""
 
-from .bridge import Bridge, Job, no_autocast
+from .bridge import (
+    Bridge,
+    Job,
+    average,
+    deliver,
+    no_autocast,
+    refuse_inside_forward,
+    several,
+)
 from .callers import CallersProgram, refuse_others
 from .cuda_graphs import GraphedProgram, GraphedStep, GraphRefused
-from .delivery import average, deliver, refuse_inside_forward, several
 from .flattening import Family, Replay
 from .inductor import quiet, sound
 from .program import (

@@ -170,9 +170,9 @@ class CallersProgram(FourSweeps):
             watch = sweeps.finite_watch(plan) if self.debug else None
             values, saved, start = nested
             inner = sweeps.State(dict(values), dict(saved))
-            found = sweeps.second(plan, inner, dict(start), watch=watch)
+            swept = sweeps.second(plan, inner, dict(start), watch=watch)
             return [
-                self._usual(found[v]) if v in plan.trained and v in found else None
+                self._usual(swept[v]) if v in plan.trained and v in swept else None
                 for v in (*plan.penalised, *plan.effective)
             ]
 
@@ -238,7 +238,7 @@ def _pulled(
     if not end.requires_grad:
         return [None] * len(leaves), [None] * len(asked)
     try:
-        found = torch.autograd.grad(
+        pulled = torch.autograd.grad(
             end, [*leaves, *asked], along.to(end.dtype), retain_graph=keep, allow_unused=True
         )
     except RuntimeError as error:
@@ -248,7 +248,7 @@ def _pulled(
                 f"change a copy, or run forward again ({error})"
             ) from error
         raise
-    return list(found[: len(leaves)]), list(found[len(leaves) :])
+    return list(pulled[: len(leaves)]), list(pulled[len(leaves) :])
 
 
 def refuse_others(what: str, result: Tensor, *own: Tensor) -> None:

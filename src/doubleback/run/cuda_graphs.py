@@ -53,13 +53,13 @@ class Lent:
 
     def hand_out(self) -> list[Tensor | None]:
         """After the memory was written: the gradients, to be held as long as anybody likes."""
-        found = [None if t is None else t.detach() for t in self._gradients]
+        gradients = [None if t is None else t.detach() for t in self._gradients]
         for i, old in self._kept.items():
             place: Any = self._gradients[i]
-            found[i] = place.clone()
+            gradients[i] = place.clone()
             place.copy_(old)
         self._kept = {}
-        return found
+        return gradients
 
     def _only_grad(self, i: int, owner: Tensor) -> bool:
         """Whether `owner.grad` is all that reads gradient i, and no view of it."""
@@ -230,8 +230,8 @@ class GraphedProgram:
         moves = set(self.program.plan.penalised)
         moving = ({v: t for v, t in leaves.items() if v in moves}, tuple(extra))
         fixed = {v: t for v, t in leaves.items() if v not in moves}
-        found, spec = pytree.tree_flatten(moving)
-        key = (self.program, spec, *map(kind, found))
+        tensors, spec = pytree.tree_flatten(moving)
+        key = (self.program, spec, *map(kind, tensors))
         pair = self._pairs.get(key)
         if not keep or (pair is None and key in self._pairs) or (pair is not None and pair.busy):
             return self.program.first(leaves, extra, keep)
@@ -315,7 +315,7 @@ def culprit(error: BaseException) -> str:
         if isinstance(node, Node):
             return str(node)
         file = frame.f_code.co_filename
-        found = _CALL.search(linecache.getline(file, number)) if file.startswith("<") else None
-        if found is not None:
-            return found[1]
+        call = _CALL.search(linecache.getline(file, number)) if file.startswith("<") else None
+        if call is not None:
+            return call[1]
     return "an operator of this step"

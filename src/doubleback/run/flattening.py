@@ -172,7 +172,7 @@ def flatten(
 
     pass_inputs: an input that is returned unchanged does not travel through the graph. variant: for
     open sizes; then it is `fn(program, tensors)`, program being the variant's at open sizes.
-    recompute: what a compiler may compute again instead of holding it (`lifetimes.shorten`).
+    recompute: what a compiler may compute again instead of holding it (`inductor.shorten`).
     """
     sizes = [] if variant is None else variant.numbers
     count = len(sizes)

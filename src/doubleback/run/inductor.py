@@ -11,6 +11,7 @@ to another is held as it is, and what stands far apart is not fused.
 from __future__ import annotations
 
 import logging
+import operator
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,12 +20,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 from .. import _torch
-from .._torch import FakeTensorMode, TracingContext, tracing
-from ..kernels import opaque
-from .lifetimes import is_view, number_sweeps, readers, shorten
+from .._torch import FakeTensorMode, OpOverload, TracingContext, tracing
+from ..graph import draws
+from ..kernels import BOUNDARY, opaque
 
 aten = torch.ops.aten
 
@@ -33,7 +34,7 @@ HELD = torch.ops.doubleback.held.default
 
 
 def hold(module: torch.fx.GraphModule, recompute: bool) -> None:
-    """Mark what passes from one sweep to another, as little of it as can be (`lifetimes.py`), and
+    """Mark what passes from one sweep to another, as little of it as can be, and
     take the marks of where sweeps begin out.
 
     Marked as well is what an index picks from: picked from its inputs, which may be wider, each of
@@ -66,7 +67,7 @@ def _mark(graph: torch.fx.Graph, node: Node) -> None:
 
 def decompositions() -> dict:
     """What Inductor writes out before it compiles: done beforehand, so that it is seen what can be
-    computed again (`lifetimes.py`)."""
+    computed again."""
     _choices()  # some of them look at Inductor's other modules, which are imported here
     return _torch.select_decomp_table()
 
@@ -198,3 +199,234 @@ def _choices() -> Any:
             return not scheduler.are_long_distant_nodes(node1, node2)
 
     return Choices()
+
+
+# -------------------------------------------------------------------------- held, or computed again
+#
+# A flat graph for a compiler holds all sweeps. Written out, a norm and an activation are chains of
+# operators that pass over memory as one kernel, and most of what they compute on the way can be had
+# again from what is held anyway, inside the kernel that reads it: for the price of nothing, where
+# holding it costs a pass to write, a pass to read, and its memory in between. So at each boundary
+# between sweeps the least set of values is found that the later sweeps can be computed from, by a
+# minimum cut through the graph whose capacities are bytes. Products, sums over many numbers and
+# random numbers are never computed twice, and neither is what would have to be written down again,
+# for a product to read it.
+
+
+# Passes over memory that Inductor fuses with what stands before them, besides pointwise operators.
+_SUMS = {
+    aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim, aten.amax.default,
+    aten.amin.default, aten.var_mean.correction, aten.var.correction, aten.prod.dim_int,
+    aten.any.default, aten.any.dim, aten.all.default, aten.argmax.default,
+}  # fmt: skip
+_COPIES = {
+    aten._to_copy.default, aten.clone.default, aten.full.default, aten.scalar_tensor.default,
+    aten.full_like.default, aten.ones_like.default, aten.zeros_like.default, aten.arange.default,
+    aten.where.self, aten.masked_fill.Scalar, aten.masked_fill.Tensor,
+}  # fmt: skip
+LONGEST = 24  # operators in a chain that is computed again
+
+
+def is_view(node: Node) -> bool:
+    if node.target is operator.getitem:
+        return is_view(node.args[0])  # type: ignore[arg-type]
+    if not isinstance(node.target, OpOverload):
+        return False
+    op: Any = node.target
+    results = [result.alias_info for result in op._schema.returns]
+    return any(alias is not None and not alias.is_write for alias in results)
+
+
+def readers(node: Node) -> Iterator[Node]:
+    """Who reads a value, itself or through views."""
+    for user in node.users:
+        if is_view(user):
+            yield from readers(user)
+        else:
+            yield user
+
+
+def number_sweeps(graph: Graph) -> dict[Node, int]:
+    """The sweep of each node, and the marks of where sweeps begin taken out."""
+    sweep = 0
+    numbers: dict[Node, int] = {}
+    for node in list(graph.nodes):
+        if node.target is BOUNDARY:
+            sweep += 1
+            graph.erase_node(node)
+        elif node.target is operator.getitem:  # a part of what was computed before
+            numbers[node] = numbers[node.args[0]]  # type: ignore[index]
+        else:
+            numbers[node] = sweep
+    return numbers
+
+
+def shorten(graph: Graph, sweeps: dict[Node, int], recompute: bool) -> None:
+    """Replace what passes from sweep to sweep and can be had again by what it is had from.
+
+    recompute: also what takes passes of its own over memory, for a product to read it.
+    """
+    for boundary in range(max(sweeps.values(), default=0) - 1, -1, -1):
+        _Cut(graph, sweeps, boundary, recompute).apply()
+    graph.eliminate_dead_code()
+
+
+def _light(node: Node) -> bool:
+    """Whether it may be computed again: one pass over memory, in the kernel of its reader."""
+    if node.op != "call_function":
+        return False
+    if is_view(node):
+        return True
+    op: Any = node.target
+    if not isinstance(op, OpOverload) or draws(op) or op._schema.is_mutable:
+        return False
+    return torch.Tag.pointwise in op.tags or op in _COPIES
+
+
+def _fuses(node: Node) -> bool:
+    """Whether it reads its inputs without their being written down first."""
+    return _light(node) or node.target in _SUMS
+
+
+def _bytes(node: Node) -> int:
+    value = node.meta.get("val")
+    if not isinstance(value, Tensor):
+        return 0
+    count = 1
+    for size in value.shape:  # an open size counts as it was when the graph was made
+        hint = size if isinstance(size, int) else size.node.hint
+        count *= 1 if hint is None else int(hint)
+    return count * value.element_size()
+
+
+def _shown(node: Node) -> Node:
+    """What a view shows."""
+    while is_view(node):
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
+def _written_to(graph: Graph) -> set[Node]:
+    """Values that an operator writes to."""
+    found: set[Node] = set()
+    for node in graph.nodes:
+        schema = getattr(node.target, "_schema", None)
+        if schema is None or not schema.is_mutable:
+            continue
+        for i, argument in enumerate(schema.arguments):
+            if argument.is_write:
+                given = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
+                parts = given if isinstance(given, list | tuple) else [given]
+                found |= {_shown(n) for n in parts if isinstance(n, Node)}
+    return found
+
+
+class _Cut:
+    """What the sweeps after `boundary` read of those up to it."""
+
+    def __init__(
+        self, graph: Graph, sweeps: dict[Node, int], boundary: int, recompute: bool
+    ) -> None:
+        self.graph, self.sweeps, self.boundary, self.recompute = graph, sweeps, boundary, recompute
+        self.written = _written_to(graph)
+        self.results = {_shown(n) for n in graph.output_node().all_input_nodes}  # held anyway
+        self.again: set[Node] = set()  # nodes that may be computed again
+        self.lengths: dict[Node, int] = {}
+
+    def early(self, node: Node) -> bool:
+        return self.sweeps[node] <= self.boundary
+
+    def read_late(self) -> list[Node]:
+        return [
+            node
+            for node in self.graph.nodes
+            if node.op == "call_function"
+            and self.early(node)
+            and any(not self.early(user) and user.op != "output" for user in node.users)
+        ]
+
+    def _look(self, node: Node) -> None:
+        """Decide whether a node may be computed again, once its inputs are decided."""
+        length = max((self.lengths.get(n, 0) for n in node.all_input_nodes), default=0)
+        length += 0 if is_view(node) else 1
+        if not _light(node) or length > LONGEST or self._is_costly(node):
+            return
+        if any(_shown(n) in self.written for n in (node, *node.all_input_nodes)):
+            return  # it would read other numbers later
+        self.again.add(node)
+        self.lengths[node] = length
+
+    def _is_costly(self, node: Node) -> bool:
+        """Whether it would be written down once more for a later reader, or is written down anyway:
+        a residual stream, which a product reads and the next layer adds to. Views are judged by
+        what they show."""
+        if self.recompute or is_view(node):
+            return False
+        here = [n for n in readers(node) if self.early(n)]
+        late = [n for n in readers(node) if not self.early(n)]
+        stream = any(not _fuses(n) for n in here) and any(_light(n) for n in here)
+        return stream or not all(_fuses(n) for n in late)
+
+    def _least(self, ends: list[Node]) -> set[Node]:
+        """The values to hold: a minimum cut between what must be held and what is read."""
+        import networkx
+
+        net = networkx.DiGraph()
+        seen: set[Node] = set()
+        stack = list(ends)
+        while stack:
+            node = stack.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            inside, outside = (node, 0), (node, 1)
+            if is_view(node) and node in self.again:
+                net.add_edge(inside, outside)  # what it shows is held
+            else:
+                # of equals, the one that is read: a little more for each step before it
+                far = 1 + 0.01 * (LONGEST - self.lengths.get(node, 0))
+                size = 0 if node in self.results else _bytes(node)
+                net.add_edge(inside, outside, capacity=size * far)
+            if node not in self.again:
+                net.add_edge("source", inside)
+                continue
+            for n in node.all_input_nodes:
+                if n.op == "call_function":
+                    net.add_edge((n, 1), inside)
+                    stack.append(n)
+        for node in ends:
+            net.add_edge((node, 1), "sink")
+        if "source" not in net:
+            return set()
+        _, (near, _) = networkx.minimum_cut(net, "source", "sink")
+        return {node for node in seen if (node, 0) in near and (node, 1) not in near}
+
+    def apply(self) -> None:
+        for node in self.graph.nodes:
+            if node.op == "call_function" and self.early(node):
+                self._look(node)
+        ends = self.read_late()
+        held = self._least(ends)
+        copies: dict[tuple[Node, int], Node] = {}
+
+        def again(node: Node, sweep: int, reader: Node) -> Node:
+            """The node, or its copy in a later sweep."""
+            if node.op != "call_function" or not self.early(node) or node in held:
+                return node
+            copy = copies.get((node, sweep))
+            if copy is None:
+                inputs = {n: again(n, sweep, reader) for n in node.all_input_nodes}
+                with self.graph.inserting_before(reader):
+                    copy = self.graph.node_copy(node, lambda n: inputs[n])
+                copies[node, sweep] = copy
+                self.sweeps[copy] = sweep
+            return copy
+
+        for reader in [n for n in self.graph.nodes if not self.early(n)]:
+            if reader.op == "output":
+                continue  # results are there already
+            sweep = self.sweeps[reader]
+            new = {n: again(n, sweep, reader) for n in reader.all_input_nodes}
+            for old, copy in new.items():
+                if old is not copy:
+                    reader.replace_input_with(old, copy)

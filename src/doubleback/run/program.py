@@ -58,6 +58,12 @@ class Program(Protocol):
         ...
 
     @property
+    def pulls(self) -> tuple[int, int] | None:
+        """Directions that are swept one by one, and backward sweeps by which each is found before;
+        None where v is one direction."""
+        ...
+
+    @property
     def no_graph(self) -> str | None:
         """Why a CUDA graph cannot hold it."""
         ...
@@ -134,6 +140,7 @@ class FourSweeps:
     no_graph = None
     for_one_call = False
     decision = None
+    pulls = None
 
     plan: Plan
     penalty: Any
@@ -158,13 +165,20 @@ class FourSweeps:
         outputs = [self._usual(state.values[v]) for v in plan.outputs]
         mutated = {name: state.values[v] for name, v in plan.mutations.items()}
         seed = penalty.seed(state.values[plan.target], *extra)
-        xi = sweeps.backward(plan, state, seed, keep=keep, watch=watch)
+        rows = self._rows(seed, plan.target)
+        xi = sweeps.backward(plan, state, seed, keep=keep, watch=watch, seeds=rows)
+        front = () if rows is None else (rows,)
         xi = [
-            torch.zeros_like(leaves[v]) if u is None else u
+            leaves[v].new_zeros(*front, *leaves[v].shape) if u is None else u
             for v, u in zip(plan.penalised, xi, strict=True)
         ]
         values = self._measured(state, xi, extra)
         return First(outputs, values, mutated, state if keep else None)
+
+    def _rows(self, t: Tensor, value: int) -> int | None:
+        """How many cotangents or tangents t holds along an axis in front of those that the value
+        has; None for one, without such an axis."""
+        return None
 
     def _measured(self, state: sweeps.State, xi: list[Tensor], extra: Sequence[Any]) -> Any:
         """p per example; what the tangents will start from goes into the state."""
@@ -210,7 +224,8 @@ class FourSweeps:
             start = self._start(state, grad_values, extra)
             if not keep:
                 state.q0 = []
-            h, gamma = sweeps.tangent(plan, state, start, keep=keep, watch=watch)
+            rows = next((self._rows(q, v) for v, q in start.items()), None)
+            h, gamma = sweeps.tangent(plan, state, start, keep=keep, watch=watch, seeds=rows)
             if self.asked:
                 out = state.values[plan.target]
                 own = penalty.pull(self.asked, out, h, xi, grad_values, *extra)
@@ -301,7 +316,13 @@ def join(gamma: dict[int, Tensor], value: int, grad: Tensor | None) -> None:
 @dataclass(frozen=True, eq=False)
 class GradientProgram(FourSweeps):
     """The sweeps of a network that returns ξ₀ = J*v itself: one value for each penalised input, and
-    what arrives there is q₀. `penalty` is what knows v."""
+    what arrives there is q₀. `penalty` is what knows v; where there are several, ξ₀ and q₀ have
+    one row for each."""
+
+    def _rows(self, t: Tensor, value: int) -> int | None:
+        meta = self.plan.graph.values[value]
+        assert meta is not None
+        return t.shape[0] if t.dim() > len(meta.shape) else None
 
     def _measured(self, state: sweeps.State, xi: list[Tensor], extra: Sequence[Any]) -> Any:
         held = {t.untyped_storage()._cdata for t in pytree.tree_leaves((state.values, state.xi))
@@ -357,6 +378,7 @@ class FlatProgram(ABC):
     no_graph: ClassVar[str | None] = None
     for_one_call: ClassVar[bool] = False
     decision = None
+    pulls = None
 
     @property
     @abstractmethod

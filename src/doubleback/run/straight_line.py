@@ -204,8 +204,8 @@ _METHODS = {
 
 
 def _direct(graph: torch.fx.Graph) -> None:
-    """Call PyTorch's own bindings where there are any: the host's time per call is a third of
-    that through `torch.ops`."""
+    """Call PyTorch's own bindings where there are any: a call through `torch.ops` takes the host
+    longer."""
     for node in list(graph.nodes):
         gone = node._erased
         if gone or node.op != "call_function" or not isinstance(node.target, OpOverload):
@@ -240,13 +240,13 @@ def _widen(graph: torch.fx.Graph, node: torch.fx.Node) -> bool:
     if rows.target not in (aten.view.default, "view") or users[0].target not in _RESHAPES:
         return False
     whole = rows.args[0].meta.get("val")  # type: ignore[union-attr]
-    wanted, found = users[0].meta["val"].shape, node.meta["val"].shape
+    wanted, given = users[0].meta["val"].shape, node.meta["val"].shape
     fits = (
         isinstance(whole, Tensor)
         and whole.dim() > 2
         and whole.is_contiguous()
         and _alike(whole.shape[-1:], rows.meta["val"].shape[-1:])
-        and _alike(wanted, (*whole.shape[:-1], found[-1]))
+        and _alike(wanted, (*whole.shape[:-1], given[-1]))
     )
     if fits:
         node.args = (rows.args[0], *node.args[1:])

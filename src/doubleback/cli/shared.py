@@ -1,11 +1,17 @@
-"""What ``demo`` and ``bench`` share: images, small networks, steps by several means, a clock."""
+"""What commands share: a model and tensors from command-line arguments; images, small networks,
+steps by several means, a clock."""
 
 from __future__ import annotations
 
+import argparse
+import copy
+import difflib
 import gzip
+import importlib
 import math
 import statistics
 import struct
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -19,7 +25,185 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import doubleback as db
-from doubleback.cli import UsageError, require
+from doubleback.cli import LOSSES, UsageError, nearest, require
+
+# --------------------------------------------------------------------------- a model from arguments
+
+
+NORMS = {"squared": db.SquaredNorm, "norm": db.Norm, "deviation": db.Deviation}
+
+OPTIONS = ("loss", "norm", "index", "of", "projections", "chunk", "iterations")
+
+
+def build(arguments: argparse.Namespace) -> tuple[db.Penalised, tuple[Tensor, ...]]:
+    """The penalised model and every positional argument it is called with."""
+    where = device(arguments.device)
+    torch.manual_seed(arguments.seed)
+    model = _penalised(module(arguments.factory), arguments)
+    model.to(where).train(model.training and not arguments.eval)
+    inputs = tuple(torch.randn(shape).to(where) for shape in arguments.input_shape)
+    extras = _extras(model, inputs, arguments.classes)
+    return model, (*inputs, *(extra.to(where) for extra in extras))
+
+
+def device(name: str) -> torch.device:
+    """What --device names, if it is there."""
+    try:
+        where = torch.device(name)
+    except RuntimeError:
+        nearest("--device", name, ("cpu", "cuda"), "cuda:0, …")
+        raise
+    if where.type not in ("cpu", "cuda"):
+        raise UsageError(f"--device {name}: commands run on cpu or cuda")
+    if where.type == "cuda" and not torch.cuda.is_available():
+        raise UsageError(f"--device {name}: PyTorch finds no CUDA device here; leave --device out")
+    if where.type == "cuda" and (where.index or 0) >= torch.cuda.device_count():
+        raise UsageError(f"--device {name}: there are {torch.cuda.device_count()} CUDA devices")
+    return where
+
+
+def folder(name: str) -> Path:
+    """What --out names, made, before anything else takes time."""
+    path = Path(name)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except FileExistsError as error:
+        raise UsageError(f"--out: {path} is a file") from error
+    except OSError as error:
+        raise UsageError(f"--out: {path} cannot be made: {error.strerror}") from error
+    return path
+
+
+def module(name: str) -> nn.Module:
+    """The net that ``package.module:factory`` returns, or is."""
+    return _call(factory(name), name)
+
+
+def factory(name: str) -> Callable[[], object]:
+    """``package.module:factory``, with the current directory importable."""
+    module_name, _, attribute = name.partition(":")
+    if not module_name or not attribute:
+        raise UsageError(f"{name!r} is not of the form package.module:factory")
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    try:
+        item = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        raise UsageError(f"cannot import {module_name!r}: {error}") from error
+    for part in attribute.split("."):
+        if not hasattr(item, part):
+            near = difflib.get_close_matches(part, dir(item), 1, 0.6)
+            meant = f"; did you mean {near[0]!r}?" if near else ""
+            raise UsageError(f"{module_name!r} has no {attribute!r}{meant}")
+        item = getattr(item, part)
+    if not callable(item):
+        raise UsageError(f"{name!r} is a {type(item).__name__}, not a callable")
+    return item
+
+
+def _call(made: Callable[[], object], name: str) -> nn.Module:
+    net = made if isinstance(made, nn.Module) else made()
+    if not isinstance(net, nn.Module):
+        raise UsageError(f"{name!r} returned a {type(net).__name__}, not a torch.nn.Module")
+    return net
+
+
+def _penalised(net: nn.Module, arguments: argparse.Namespace) -> db.Penalised:
+    if isinstance(net, db.Penalised):
+        for option in ("penalty", *OPTIONS, "output"):
+            if getattr(arguments, option) is not None:
+                raise UsageError(
+                    f"--{option} has no meaning here: the factory returns a Penalised already"
+                )
+        return net
+    return db.Penalised(net, penalty(arguments), output=key(arguments.output))
+
+
+def key(text: str | None) -> str | int | None:
+    """What --output names: an index or a key."""
+    return int(text) if text is not None and text.lstrip("-").isdecimal() else text
+
+
+TAKEN = {  # which options a penalty takes
+    "loss-gradient": ("loss", "norm"),
+    "output-gradient": ("index", "norm"),
+    "gradient-match": ("index", "norm"),
+    "bilinear-form": (),
+    "jacobian": ("of", "projections", "chunk"),
+    "spectral-norm": ("iterations",),
+}
+
+
+def penalty(arguments: argparse.Namespace, steady: bool = False) -> db.Penalty:
+    """The penalty named on the command line; an option it does not take is an error.
+
+    steady: without anything that it carries from call to call.
+    """
+    name = arguments.penalty or "loss-gradient"
+    for option in OPTIONS:
+        if option not in TAKEN[name] and getattr(arguments, option) is not None:
+            raise UsageError(f"--{option} has no meaning for --penalty {name}")
+    nearest("--norm", arguments.norm or "squared", NORMS)
+    nearest("--loss", arguments.loss or "cross_entropy", LOSSES)
+    norm = NORMS[arguments.norm or "squared"]()
+    if name == "loss-gradient":
+        return db.LossGradient(arguments.loss or "cross_entropy", norm=norm)
+    if name == "output-gradient":
+        return db.OutputGradient(arguments.index, norm=norm)
+    if name == "gradient-match":
+        return db.GradientMatch(arguments.index, norm=norm)
+    if name == "jacobian":
+        return db.Jacobian(arguments.of or "output", arguments.projections, arguments.chunk)
+    if name == "spectral-norm":
+        if steady:
+            return db.SpectralNorm(arguments.iterations or 5, warm_start=False)
+        return db.SpectralNorm(arguments.iterations or 1)
+    return db.BilinearForm()
+
+
+def _extras(model: db.Penalised, inputs: tuple[Tensor, ...], classes: int | None):
+    """Random labels, targets or directions of the shapes that the penalty asks for."""
+    asked = model.penalty
+    if not asked.extras:
+        return ()
+    try:
+        made = asked.trial(_output(model, inputs), inputs[0], classes)
+    except db.LabelError as error:
+        raise UsageError(f"{error}: choose --loss or --penalty") from error
+    if made is None:
+        own = f"the {asked.extras} extra arguments that {type(asked).__name__} takes"
+        raise UsageError(
+            f"{own if asked.own_loss is None else 'labels for a loss of your own'} cannot be made "
+            "up here: call doubleback.check or explain from Python"
+        )
+    return made
+
+
+def _output(model: db.Penalised, inputs: tuple[Tensor, ...]) -> Tensor:
+    """The penalised output, from a copy of the net: statistics and random state stay as they are"""
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            out = copy.deepcopy(model.net)(*inputs)
+    except Exception as error:
+        shapes = " and ".join(str(tuple(x.shape)) for x in inputs)
+        raise UsageError(
+            f"the net fails on inputs of shape {shapes}: {type(error).__name__}: {error}"
+        ) from error
+    return chosen(out, model.output)
+
+
+def chosen(out: Any, output: Any) -> Tensor:
+    """The penalised part of what a net returns."""
+    for part in output if isinstance(output, tuple) else (output,):
+        if part is not None:
+            try:
+                out = out[part]
+            except (KeyError, IndexError, TypeError) as error:
+                raise UsageError(f"--output {part}: the net returns no such thing") from error
+    if not isinstance(out, Tensor):
+        raise UsageError(f"the net returns a {type(out).__name__}: choose with --output")
+    return out
+
 
 Step = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
@@ -295,7 +479,7 @@ PLAIN, STOCK, PATCH, OURS, ONE_CALL = (
 def steps(net: nn.Module, penalty: db.Penalty, weight: float, compile: bool) -> dict[str, Step]:
     """The same gradient by every means, and a plain step beside them."""
     model = db.Penalised(net, penalty)
-    found = {
+    ways = {
         PLAIN: plain_step(net),
         STOCK: stock_step(net, penalty, weight),
         PATCH: _double_backward(net, penalty, weight),  # the same code, `around` it the patch
@@ -304,8 +488,8 @@ def steps(net: nn.Module, penalty: db.Penalty, weight: float, compile: bool) -> 
     }
     if compile:
         fast = db.Penalised(net, penalty, compile=True)
-        found["… accumulate, compiled"] = accumulated_step(fast, weight)
-    return found
+        ways["… accumulate, compiled"] = accumulated_step(fast, weight)
+    return ways
 
 
 def around(name: str) -> AbstractContextManager:
@@ -317,18 +501,18 @@ def around(name: str) -> AbstractContextManager:
 
 
 def interleaved(
-    found: Mapping[str, Step], net: nn.Module, x: Tensor, y: Tensor, seconds: float
+    ways: Mapping[str, Step], net: nn.Module, x: Tensor, y: Tensor, seconds: float
 ) -> Iterator[dict[str, list[float]]]:
     """Times of each step so far, after every round: all take a turn per round, so that a busy
     machine slows them alike. Three rounds warm up, then as many follow as fit into `seconds`, five
     at least."""
     wait = torch.cuda.synchronize if x.is_cuda else lambda: None
-    times: dict[str, list[float]] = {name: [] for name in found}
+    times: dict[str, list[float]] = {name: [] for name in ways}
     turn, begin = 0, time.perf_counter()
     while turn < 8 or time.perf_counter() - begin < seconds:
         if turn == 3:
             begin = time.perf_counter()
-        for name, step in found.items():
+        for name, step in ways.items():
             net.zero_grad()
             with around(name):
                 wait()
