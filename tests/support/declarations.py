@@ -22,7 +22,7 @@ if __name__ == "__main__":
     ROOT = Path(__file__).parents[2]
     sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests")]
 
-from doubleback.check.parity import _Sample
+from doubleback.check.operators import _Sample
 from doubleback.rules import Rule, find_rule, registered
 from doubleback.rules.table import overload
 from support.samples import SAMPLES, WRT

@@ -141,15 +141,27 @@ def deliver(pairs: Sequence[tuple[Tensor, Tensor]], lent: bool = False) -> None:
         (rest if watched or hooks or not t.is_leaf or not alike else plain).append((t, g))
     if rest:
         torch.autograd.backward([t for t, _ in rest], [g for _, g in rest])
-    with torch.no_grad():
-        old = [(t.grad, g) for t, g in plain if t.grad is not None]
-        if old:
-            foreach_add_([a for a, _ in old], [g for _, g in old])
-        for t, g in plain:
-            if t.grad is None:
-                t.grad = g
+    _add_to_grads(plain)
     if together:
         average(t for t, _ in owned)
+
+
+def _add_to_grads(pairs: list[tuple[Tensor, Tensor]]) -> None:
+    """All or, where Ctrl-C arrives, none, as a backward pass in C++ would: sums are one call."""
+    old = [(t.grad, g) for t, g in pairs if t.grad is not None]
+    new = [(t, g) for t, g in pairs if t.grad is None]
+    version = old[0][0]._version if old else None
+    try:
+        for t, g in new:
+            t.grad = g
+        if old:
+            with torch.no_grad():
+                foreach_add_([a for a, _ in old], [g for _, g in old])
+    except BaseException:
+        if not old or old[0][0]._version == version:
+            for t, _ in new:
+                t.grad = None
+        raise
 
 
 def _owned(pairs: list[tuple[Tensor, Tensor]], lent: bool) -> list[tuple[Tensor, Tensor]]:
