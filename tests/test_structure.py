@@ -122,6 +122,8 @@ def test_a_mask_of_attention_that_moves_alone():
     wanted, moving = (True, True, True, False), [None, None, None, along]
     tangent, sources = rule.both(sample.call, xi, moving, wanted, True)
     torch.testing.assert_close(tangent, found, rtol=1e-10, atol=1e-12)
+    _, at_rest = rule.both(sample.call, xi, [q, k, v, None], wanted, False)
+    assert len(at_rest) == 4 and at_rest[3] is None  # one for each input
     leaves = [t.clone().requires_grad_() for t in (q, k, v)]
     expected = torch.autograd.grad(moved(*leaves), leaves, xi)
     for a, b in zip(sources[:3], expected, strict=True):
