@@ -190,6 +190,8 @@ def short(path: Path) -> str:
         f"{document['hardware']}, torch {document['versions']['torch']}, {document['date'][:10]}"
     )
     told = f"{about}. Compiled prices are those of `accumulate`; memory is `Penalised`'s, eager."
+    if any("–" in cells for cells in lines):
+        told += " –: not measured in the time that the row was given."
     return "\n".join([*markdown(heads, lines[:8]), "", told, ""])
 
 

@@ -8,6 +8,7 @@ from collections import defaultdict
 from dataclasses import replace
 
 import pytest
+import sympy
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -15,6 +16,7 @@ from torch import nn
 import doubleback as db
 from doubleback import sweeps
 from doubleback.capture import find_graph
+from doubleback.graph import compile_sizes
 from doubleback.plan import make_plan
 from doubleback.rules import add, find_rule, linear, structures
 from doubleback.rules.table import overload
@@ -309,3 +311,10 @@ def test_a_nan_is_named_where_it_first_appears():
     with pytest.raises(db.NonFiniteError, match=r"forward sweep at .*log"):
         db.Penalised(net, db.OutputGradient(1), debug=True)(numbers(3, 6))
     db.Penalised(Through(torch.sin).to(D), db.OutputGradient(1), debug=True)(numbers(3, 6))
+
+
+def test_sizes_under_one_symbol_and_sizes_without_one():
+    """Dynamo names equal sizes alike, and one that follows from another not at all."""
+    a, b = sympy.symbols("a b", integer=True, positive=True)
+    sizes = compile_sizes([a * b, b + 1], [a, b, a, b + 1, sympy.Integer(3)])
+    assert sizes(2, 5, 2, 6, 3) == (10, 6)

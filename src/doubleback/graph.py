@@ -228,11 +228,13 @@ def _open(tree: Any) -> Iterator[Size]:
 
 
 def compile_sizes(exprs: Sequence[Any], symbols: Sequence[Any]) -> Callable[..., Sequence[Any]]:
-    """One function of the symbols' numbers that computes all of these expressions."""
+    """One function of the symbols' numbers that computes all of these expressions. A symbol may
+    stand for several numbers, which are equal then, and a number may have none."""
     printer = _torch.PythonPrinter()
-    names = {symbol: f"s{i}" for i, symbol in enumerate(symbols)}
+    given = [f"s{i}" for i in range(len(symbols))]
+    names = {s: name for s, name in zip(symbols, given, strict=True) if s.is_symbol}
     parts = [printer.doprint(expr.xreplace(_renamed(names))) for expr in exprs]
-    code = f"lambda {', '.join(names.values())}: ({' '.join(p + ',' for p in parts)})"
+    code = f"lambda {', '.join(given)}: ({' '.join(p + ',' for p in parts)})"
     return eval(code, {"math": math, "torch": torch})
 
 
