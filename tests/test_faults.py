@@ -364,7 +364,7 @@ def test_an_error_of_the_compiler(way, monkeypatch):
         with pytest.raises(OSError, match="No space left"):
             trial.step(x)
     assert unexpected(changed(before, trial.world()), trial.net, False) == []
-    patch.setattr(inductor, "_by_inductor", lambda graph, _: lambda given: graph(*given))
+    monkeypatch.setattr(inductor, "_by_inductor", lambda graph, _: lambda given: graph(*given))
     trial.assert_next_is_right()
 
 

@@ -280,7 +280,7 @@ def test_jacobian_penalties_are_those_of_autograd(case, of):
 
 def test_penalties_that_are_no_function_of_weights_and_inputs_are_refused():
     *_, path = followed("relu, weight")
-    with pytest.raises(db.InputError, match="leave projections out"):
+    with pytest.raises(db.InputError, match="without projections"):
         L.penalty(path, db.Jacobian(projections=1))
     with pytest.raises(db.InputError, match="by iteration"):
         L.penalty(path, db.SpectralNorm())

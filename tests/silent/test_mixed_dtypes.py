@@ -45,6 +45,52 @@ def test_a_bfloat16_tangent_meets_float32(flatten_after):
         assert torch.allclose(a, b, rtol=0.05, atol=0.02 * float(b.abs().max()))
 
 
+MEETINGS = {
+    "maximum": torch.maximum,
+    "minimum": lambda a, b: torch.minimum(b, a),
+    "quotient": lambda a, b: a / (2 + b),
+    "divisor": lambda a, b: b / (3 + a),
+    "product": lambda a, b: a * b,
+    "choice": lambda a, b: torch.where(b > 0, a, b),
+    "mixture": lambda a, b: torch.lerp(a.float(), b, 0.3),
+    "angle": lambda a, b: torch.atan2(a, 2 + b),
+    "subtracted": lambda a, b: torch.sub(b, a, alpha=2),
+}
+
+
+class Meeting(nn.Module):
+    """A layer's 16 bits and the 32 of what the input itself became."""
+
+    def __init__(self, meet):
+        super().__init__()
+        self.layer, self.head, self.meet = nn.Linear(6, 6), nn.Linear(6, 1), meet
+
+    def forward(self, x):
+        return self.head(self.meet(self.layer(x), x.tanh()))
+
+
+@pytest.mark.parametrize("meet", MEETINGS)
+def test_values_of_two_dtypes_meet(meet):
+    torch.manual_seed(0)
+    net, x = Meeting(MEETINGS[meet]), numbers(0, 5, 6).float().requires_grad_()
+    results = []
+    for _ in range(2):
+        net.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            if not results:
+                out, penalty = db.Penalised(net, db.OutputGradient("sum"), strict=True)(x)
+            else:
+                out = net(x)
+        if results:
+            (g,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+            penalty = g.square().sum(1).mean()
+        grads = torch.autograd.grad(out.float().sum() + penalty, [x, *net.parameters()])
+        results.append([penalty.detach(), *grads])
+    for a, b in zip(*results, strict=True):
+        assert a.dtype is b.dtype
+        assert torch.allclose(a, b, rtol=0.05, atol=0.03 * float(b.abs().max()))
+
+
 def test_a_v_of_another_dtype_is_cast_as_autograd_casts_it():
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).bfloat16()

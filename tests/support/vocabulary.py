@@ -1187,8 +1187,6 @@ op("vector_to_sequence", lambda r: lambda x: x[:, None] * torch.linspace(-1, 1, 
 NAMES = tuple(OPS)
 # A network with one of these runs on autograd.
 UNCAPTURED = (
-    # raise where a matrix is singular, which no operator of a functional graph does
-    "lu", "solve", "inv", "cholesky", "cholesky_solve", "cholesky_inverse",
     # shapes or branches that depend on values
     "gaussian_nll_loss", "cov", "boolean_index",
     "written_parts",  # to memory that detach() has reached

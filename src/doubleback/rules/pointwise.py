@@ -403,7 +403,7 @@ def _combination(coefficients: Callable[[Call], Sequence[float]]) -> Rule:
 
     def backward(call: Call, y: Tensor, wanted: Sequence[bool]) -> Tensors:
         return [
-            broadcast_adjoint(call, i, scaled(y, c)).to(call.metas[i].dtype) if want else None
+            broadcast_adjoint(call, i, scaled(y, c)) if want else None
             for i, (c, want) in enumerate(zip(of_tensors(call), wanted, strict=True))
         ]
 

@@ -699,5 +699,6 @@ def _second_gradients(
 
 
 def broadcast_adjoint(call: Call, position: int, grad: Tensor) -> Tensor:
-    """Sum a gradient down to the shape of one input."""
-    return sum_to(grad, call.metas[position].shape)
+    """Sum a gradient down to the shape of one input, which may have another dtype."""
+    meta = call.metas[position]
+    return sum_to(grad, meta.shape).to(meta.dtype)
