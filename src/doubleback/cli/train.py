@@ -20,6 +20,7 @@ sweeps are taken, and flattened, from the first step on.
 from __future__ import annotations
 
 import argparse
+import gc
 import hashlib
 import importlib
 import json
@@ -598,6 +599,7 @@ def run(arguments: argparse.Namespace) -> int:
         return _whole(Training(settings), arguments)
     finally:
         if dist.is_available() and dist.is_initialized():
+            gc.collect()  # a wrapped model that is still there would keep the group's threads alive
             dist.destroy_process_group()
 
 

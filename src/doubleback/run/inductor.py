@@ -205,12 +205,12 @@ def _choices() -> Any:
 #
 # A flat graph for a compiler holds all sweeps. Written out, a norm and an activation are chains of
 # operators that pass over memory as one kernel, and most of what they compute on the way can be had
-# again from what is held anyway, inside the kernel that reads it: for the price of nothing, where
-# holding it costs a pass to write, a pass to read, and its memory in between. So at each boundary
-# between sweeps the least set of values is found that the later sweeps can be computed from, by a
-# minimum cut through the graph whose capacities are bytes. Products, sums over many numbers and
-# random numbers are never computed twice, and neither is what would have to be written down again,
-# for a product to read it.
+# again from what is held anyway, inside the kernel that reads it, where holding it costs a pass to
+# write, a pass to read, and its memory in between. So at each boundary between sweeps the least set
+# of values is found that the later sweeps can be computed from, by a minimum cut through the graph
+# whose capacities are bytes. Products, sums over many numbers and random numbers are never computed
+# twice, and neither, unless it is asked for, is what would have to be written down again for a
+# product to read it.
 
 
 # Passes over memory that Inductor fuses with what stands before them, besides pointwise operators.
