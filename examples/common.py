@@ -27,7 +27,7 @@ from torch import Tensor
 
 from doubleback import DoublebackError
 from doubleback.cli import UsageError
-from doubleback.cli.shared import device, folder, read_idx
+from doubleback.cli.shared import Images, device, digits, folder, read_idx
 
 INK, BLUE, ORANGE, GREEN, RED, PURPLE, GREY = (
     "#22272e", "#2563a8", "#e07b21", "#2f8f5b", "#c63d3d", "#7b4fa3", "#9aa3ad",
@@ -141,38 +141,18 @@ def picture(axis: Any, values: Any, cmap: str = "gray_r", **kwargs: Any) -> None
 # ---------------------------------------------------------------------------------------- data
 
 
-@dataclass(frozen=True)
-class Images:
-    """Images (N, 1, H, W) in [0, 1] and labels (N,), split into training and test."""
-
-    train: tuple[Tensor, Tensor]
-    test: tuple[Tensor, Tensor]
-    name: str
-
-    @property
-    def side(self) -> int:
-        return self.train[0].shape[-1]
-
-
 def load_images(source: str, train: int | None, seed: int, device: torch.device) -> Images:
     """`digits` (1797 images of 8×8) or `mnist-idx:FOLDER`, shuffled, the first `train` for
     training (None: two thirds)."""
-    images, labels, name = _mnist(source) if source != "digits" else _digits()
+    if source == "digits":
+        images, labels, name = *digits(), "scikit-learn's digits, 8×8"
+    else:
+        images, labels, name = _mnist(source)
     if train is None:
         train = 2 * len(labels) // 3
     if train >= len(labels):
         raise UsageError(f"--data {source}: {len(labels)} images are too few to train on {train}")
-    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
-    images, labels = images[order].to(device), labels[order].to(device)
-    return Images((images[:train], labels[:train]), (images[train:], labels[train:]), name)
-
-
-def _digits() -> tuple[Tensor, Tensor, str]:
-    from sklearn.datasets import load_digits
-
-    images, labels = load_digits(return_X_y=True)
-    pixels = torch.tensor(images, dtype=torch.float32).reshape(-1, 1, 8, 8) / 16
-    return pixels, torch.tensor(labels, dtype=torch.long), "scikit-learn's digits, 8×8"
+    return Images.split(images, labels, train, seed, device, name)
 
 
 def _mnist(source: str) -> tuple[Tensor, Tensor, str]:

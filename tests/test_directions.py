@@ -209,6 +209,17 @@ def test_explain_says_how_many_terms():
     assert told.sweeps["backward"]["transpose"] == 8
 
 
+def test_examples_that_depend_on_one_another_are_warned_of():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 3)).double()
+    for p in net.parameters():
+        p.data *= 0.5
+    x = torch.randn(5, 3).double()
+    with pytest.warns(db.PenaltyWarning, match="batch_norm.* may couple the examples"):
+        db.Penalised(net, db.LogDet())(x)
+    db.Penalised(net.eval(), db.LogDet())(x)
+
+
 def test_a_network_that_does_not_contract_is_warned_of():
     net = contraction(scale=3.0)
     with pytest.warns(db.PenaltyWarning, match="does not contract"):

@@ -222,19 +222,25 @@ class Images:
     def shape(self) -> tuple[int, ...]:
         return tuple(self.train[0].shape[1:])
 
+    @property
+    def side(self) -> int:
+        return self.train[0].shape[-1]
+
+    @classmethod
+    def split(
+        cls, images: Tensor, labels: Tensor, train: int, seed: int, device: torch.device, name: str
+    ) -> Images:
+        """Shuffled, the first `train` for training."""
+        order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
+        images, labels = images[order].to(device), labels[order].to(device)
+        return cls((images[:train], labels[:train]), (images[train:], labels[train:]), name)
+
     @classmethod
     def load(cls, source: str, seed: int, device: torch.device) -> Images:
         """`digits` or `mnist-idx:FOLDER`; two thirds for training where the source has no split."""
         if source == "digits":
-            require("sklearn", extra="demo")
-            from sklearn.datasets import load_digits
-
-            pixels, labels = load_digits(return_X_y=True)
-            images = torch.tensor(pixels, dtype=torch.float32).reshape(-1, 1, 8, 8) / 16
-            order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
-            images, labels = images[order].to(device), torch.tensor(labels)[order].to(device)
-            cut = 2 * len(labels) // 3
-            return cls((images[:cut], labels[:cut]), (images[cut:], labels[cut:]), "8×8 digits")
+            images, labels = digits()
+            return cls.split(images, labels, 2 * len(labels) // 3, seed, device, "8×8 digits")
         kind, _, where = source.partition(":")
         if kind != "mnist-idx" or not where:
             raise UsageError(f"--data {source}: choose digits or mnist-idx:FOLDER")
@@ -245,6 +251,16 @@ class Images:
         if train[0].shape[1:] != test[0].shape[1:]:
             raise UsageError(f"--data {source}: training and test images differ in size")
         return cls(train, test, f"{train[0].shape[2]}×{train[0].shape[3]} images of {folder}")
+
+
+def digits() -> tuple[Tensor, Tensor]:
+    """scikit-learn's 1797 digits, (N, 1, 8, 8) in [0, 1], and their labels."""
+    require("sklearn", extra="demo")
+    from sklearn.datasets import load_digits
+
+    pixels, labels = load_digits(return_X_y=True)
+    images = torch.tensor(pixels, dtype=torch.float32).reshape(-1, 1, 8, 8) / 16
+    return images, torch.tensor(labels, dtype=torch.long)
 
 
 def _idx_pair(folder: Path, split: str, device: torch.device) -> tuple[Tensor, Tensor]:

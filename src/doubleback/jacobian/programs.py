@@ -349,7 +349,7 @@ class DirectionsProgram(Phases):
         outputs, mutated, opened = self._open(leaves)
         swept = Along(opened.values, opened.saved, {}, None)
         out = swept.values[self.plan.target]
-        swept.directions, total = self._found(swept, penalty.start(out, *extra))
+        swept.directions, total = self._improved(swept, penalty.start(out, *extra))
         now = keep and penalty.reduction != "none"
         if now or penalty.valued:
             weight = self._weight(leaves, out) if now else None
@@ -366,25 +366,25 @@ class DirectionsProgram(Phases):
         grad_values: Tensor | None,
         keep: bool = False,
     ) -> list[Tensor | None]:
-        found = super().last(state, extra, grad_outputs, grad_values, keep)
+        swept = super().last(state, extra, grad_outputs, grad_values, keep)
         own: list[Tensor | None] = [None] * len(self.asked)
         if self.asked and grad_values is not None:
             own = self.penalty.own(self.asked, state.q, state.directions, grad_values, *extra)
-        return [*found, *own]
+        return [*swept, *own]
 
-    def _found(self, swept: Along, bank: tuple[Tensor, ...]) -> tuple[tuple, Tensor | None]:
+    def _improved(self, swept: Along, bank: tuple[Tensor, ...]) -> tuple[tuple, Tensor | None]:
         """(the directions, what finding them adds to each example's value), part by part, with the
         same number of rounds for all."""
         penalty = self.penalty
         rounds = penalty.drawn_rounds()
-        found = [
+        improved = [
             penalty.improved(tuple(t[one] for t in bank), self._puller(swept), rounds)
             for one in self._parts(bank[0].shape[0])
         ]
-        if len(found) == 1:
-            return found[0]
-        joined = tuple(torch.cat(parts) for parts in zip(*(b for b, _ in found), strict=True))
-        values = [value for _, value in found if value is not None]
+        if len(improved) == 1:
+            return improved[0]
+        joined = tuple(torch.cat(parts) for parts in zip(*(b for b, _ in improved), strict=True))
+        values = [value for _, value in improved if value is not None]
         return joined, torch.stack(values).sum(0) if values else None
 
     def _puller(self, swept: Along) -> Callable[[Tensor], Tensor]:

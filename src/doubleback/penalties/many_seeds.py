@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..dtypes import accumulation, lifted
 from ..errors import InputError, PenaltyWarning, warn
-from ..jacobian import DirectionsProgram, SpectralProgram, plan_jacobian, unit_vectors
+from ..jacobian import DirectionsProgram, SpectralProgram, coupling, plan_jacobian, unit_vectors
 from ..rules import softmax_curvature, softmax_derivative
 from ..run import Replay, Request
 from ..spaces import Euclidean, dual_square, per_example
@@ -550,8 +550,7 @@ class Directions(Penalty):
         bank = self.start(out, *extra)
 
         def detached(z: Tensor) -> Tensor:
-            found = [pull(v.to(out.dtype), False)[0] for v in z]
-            return torch.stack([u.detach() for u in found])
+            return torch.stack([pull(v.to(out.dtype), False)[0].detach() for v in z])
 
         bank, total = self.improved(bank, detached, self.drawn_rounds())
         for i in range(bank[0].shape[0]):
@@ -625,17 +624,17 @@ class JacobianMatch(Directions):
         targets = target if isinstance(target, (tuple, list)) else (target,)
         size = math.prod(seeds.shape[2:])
         flat = seeds.reshape(*seeds.shape[:2], size)
-        found = []
+        parts = []
         for t in targets:
             batch, one = t.shape[0], t.shape[seeds.dim() - 1 :]
             rows = t.reshape(batch, size, -1)
             if self.projections is None:
-                found.append(rows.transpose(0, 1).reshape(size, batch, *one))
+                parts.append(rows.transpose(0, 1).reshape(size, batch, *one))
             else:
                 by = flat.to(t.dtype)
                 product = torch.einsum("nbc,bck->nbk", by, rows)
-                found.append(product.reshape(len(by), batch, *one))
-        return found
+                parts.append(product.reshape(len(by), batch, *one))
+        return parts
 
     def _square(self, differences: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
         count, batch = differences[0].shape[:2]
@@ -661,13 +660,13 @@ class JacobianMatch(Directions):
         """∂R/∂T = −Σ_i v⟨i⟩ ⊗ ∇p⟨i⟩."""
         targets = extra[0] if isinstance(extra[0], (tuple, list)) else (extra[0],)
         flat = bank[0].flatten(2)
-        found: list[Tensor | None] = []
+        gradients: list[Tensor | None] = []
         for i in asked:
             by = weights.reshape(1, -1, *(1,) * (q[i].dim() - 2))
             scaled = (by * q[i]).flatten(2)
             outer = torch.einsum("nbc,nbk->bck", flat.to(scaled.dtype), scaled)
-            found.append((-outer).reshape(targets[i].shape).to(targets[i].dtype))
-        return found
+            gradients.append((-outer).reshape(targets[i].shape).to(targets[i].dtype))
+        return gradients
 
     def check(self, out_shape: Sequence[int], x: Sequence[Tensor], *extra: Any) -> None:
         super().check(out_shape, x, *extra)
@@ -761,6 +760,16 @@ class LogDet(Directions):
             )
         self.terms, self.roulette = terms, float(roulette)
 
+    def program(self, request: Request) -> Any:
+        reason = coupling(request.plan())
+        if reason is not None:
+            warn(
+                f"LogDet: {reason}, and then there is no determinant for each of them; use a norm "
+                "that treats examples one by one, or net.eval()",
+                PenaltyWarning,
+            )
+        return super().program(request)
+
     @property
     def fixed_rounds(self) -> bool:
         return not self.roulette
@@ -776,9 +785,8 @@ class LogDet(Directions):
     def cheap(self) -> Directions:
         same = super().cheap()
         assert isinstance(same, LogDet)
-        same.terms += round(
-            self.roulette / (1 - self.roulette)
-        )  # those that chance adds, on average
+        by_chance = self.roulette / (1 - self.roulette)  # on average
+        same.terms += round(by_chance)
         same.roulette, same.told = 0.0, True
         return same
 
