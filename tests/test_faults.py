@@ -229,6 +229,28 @@ def test_interrupted_in_the_first_step_often(way):
     interrupt_first(way, 20)
 
 
+@pytest.mark.parametrize("way", ["flat", "accumulate flat", "compiled"])
+def test_an_interruption_that_pytorch_turns_into_an_error(way, monkeypatch):
+    """Ctrl-C while PyTorch has a mode taken off: its cleaning up fails, and that error came out as
+    one of the sweeps', which were never flattened again."""
+    real = flattening.make_fx
+
+    def interrupted(*args, **kwargs):
+        try:
+            raise KeyboardInterrupt
+        finally:
+            raise RuntimeError("trying to pop from empty mode stack")
+
+    trial = Trial(way)
+    monkeypatch.setattr(flattening, "make_fx", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        trial.step(trial.data())
+    calls = []
+    monkeypatch.setattr(flattening, "make_fx", lambda *a, **k: calls.append(1) or real(*a, **k))
+    trial.assert_next_is_right()
+    assert calls  # the sweeps are flattened now
+
+
 # ------------------------------------------------------------------------------- users' own code
 
 

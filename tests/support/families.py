@@ -408,13 +408,20 @@ NODES, GRAPHS, WIDTH, EDGE_WIDTH = 7, 2, 6, 3
 
 class Graph(nn.Module):
     """Two layers of one kind on fixed edges and a sum over each graph: fewer rows come out than
-    go in. arguments: which of the edges' features the layer takes, by name."""
+    go in. arguments: which of the edges' features the layer takes, by name; sums: the last layer
+    sums by itself."""
 
-    def __init__(self, layer: Callable[[int], nn.Module], arguments: dict[str, str], first: bool):
+    def __init__(
+        self,
+        layer: Callable[[int], nn.Module],
+        arguments: dict[str, str],
+        first: bool,
+        sums: bool = False,
+    ) -> None:
         super().__init__()
         self.layers = nn.ModuleList(layer(WIDTH) for _ in range(2))
         self.last = nn.Linear(WIDTH, 2)
-        self.arguments, self.first = arguments, first
+        self.arguments, self.first, self.sums = arguments, first, sums
         both = torch.tensor(EDGES).T
         g = torch.Generator().manual_seed(4)
         count = 2 * len(EDGES)
@@ -433,7 +440,7 @@ class Graph(nn.Module):
             given = (h, x) if self.first else (h,)
             h = layer(*given, edge_index=self.edge_index, **features)
             h = torch.tanh(h[0] if isinstance(h, tuple) else h)
-        if h.shape[0] == NODES:
+        if not self.sums:
             h = torch.zeros(GRAPHS, WIDTH, dtype=h.dtype).index_add(0, self.batch, h)
         return self.last(h)
 
@@ -537,12 +544,14 @@ def schnet() -> nn.Module:
 add("torch_geometric/SchNet", schnet, randn(NODES, 3))
 
 
-def whole_graph(kind: str, make: Callable[[Any], nn.Module], **arguments: str) -> None:
+def whole_graph(
+    kind: str, make: Callable[[Any], nn.Module], sums: bool = False, **arguments: str
+) -> None:
     """A model of the library's that takes nodes and edges as a whole."""
 
     def build() -> nn.Module:
         library = importlib.import_module("torch_geometric.nn")
-        net = Graph(lambda width: nn.Identity(), arguments, False)
+        net = Graph(lambda width: nn.Identity(), arguments, False, sums)
         net.layers = nn.ModuleList([make(library)])
         return net
 
@@ -551,7 +560,8 @@ def whole_graph(kind: str, make: Callable[[Any], nn.Module], **arguments: str) -
 
 whole_graph(
     "AttentiveFP",
-    lambda n: n.AttentiveFP(WIDTH, 8, WIDTH, EDGE_WIDTH, 2, 2), edge_attr="feature", batch="batch",
+    lambda n: n.AttentiveFP(WIDTH, 8, WIDTH, EDGE_WIDTH, 2, 2), sums=True,
+    edge_attr="feature", batch="batch",
 )  # fmt: skip
 whole_graph(
     "DeepGCN", lambda n: n.DeepGCNLayer(n.GCNConv(WIDTH, WIDTH), n.LayerNorm(WIDTH), nn.ReLU())

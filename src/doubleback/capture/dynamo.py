@@ -37,7 +37,7 @@ import torch
 from torch import nn
 
 from .. import _torch
-from ..errors import CaptureError, InputError, warn
+from ..errors import CaptureError, InputError, let_through, warn
 from ..graph import Graph
 from .arguments import plain, refuse_distributed, tensors_in
 from .lifting import lift
@@ -87,6 +87,7 @@ class Capture:
         except Exception as error:
             if error is box.error:
                 raise
+            let_through(error)
             failure = error
         if failure is not None:
             refuse_distributed(net.parameters())  # which fail wherever they meet plain tensors
@@ -330,6 +331,8 @@ _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _STANDARD = os.path.dirname(os.path.abspath(os.__file__))
 
 _REMEDIES = (
+    (r"builtin operator `(print|open|input)`",
+     "print, read and write outside of forward, or switch it off while training"),
     (r"random|Random|numpy\.rand",
      "draw random numbers with torch, not with Python's or NumPy's generator"),
     (r"data.dependent|\.item\(\)|_local_scalar_dense|GuardOnDataDependent|nonzero|unbacked",
