@@ -79,8 +79,8 @@ class Penalised(CapturedModule):
         and it is said once why.
     recompute: compute cotangents again, where that takes no product, instead of holding them from
         the backward to the tangent sweep; with `compile`, all that norms and activations compute:
-        less memory for a little more time (docs/how-it-works.md). None: yes, unless `compile` is
-        asked for.
+        less memory for a little more time (docs/how-it-works.md). None: yes; with `compile`, as
+        much of it as costs a few percent of the step's time by estimate.
     sweeps: False: autograd computes everything; True: sweeps wherever the network can be captured;
         None: on a CPU, from the second call on, whichever is quicker by the network's sizes, as
         `explain` shows. The numbers are the same to rounding.
