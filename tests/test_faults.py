@@ -12,6 +12,7 @@ import datetime
 import errno
 import os
 import random
+import sys
 import time
 from pathlib import Path
 
@@ -397,6 +398,8 @@ def test_no_place_for_what_the_compiler_writes(place, monkeypatch, tmp_path):
     again the same model goes on."""
     from torch._inductor import codecache
 
+    # Inductor raises the limit at its first compilation, for good
+    sys.setrecursionlimit(max(sys.getrecursionlimit(), 2000))
     trial = Trial("accumulate compiled")
     before, x = trial.world(), trial.data()
 
@@ -499,4 +502,5 @@ def test_a_process_that_is_gone(tmp_path):
     place = tmp_path / "meet"
     mp.spawn(_one_of_two, (str(place),), nprocs=2)
     seconds, _, text = Path(f"{place}.said").read_text().partition(" ")
-    assert float(seconds) < 30 and ("closed" in text.lower() or "timed out" in text.lower()), text
+    known = ("closed", "reset by peer", "timed out")
+    assert float(seconds) < 30 and any(word in text.lower() for word in known), text
