@@ -59,9 +59,14 @@ def section(name: str) -> str:
 
 def _options(settings: dict) -> str:
     """What was given beside the default, as it would be typed."""
-    given = {k: v for k, v in settings.items() if k not in ("data", "full") and v not in (None, 0)}
+    given = {k: v for k, v in settings.items() if k not in ("data", "full")}
+    given = {k: v for k, v in given.items() if v not in (None, 0, "cpu")}
     full = " --full" if settings["full"] else ""
-    return full + "".join(f" --{key} {value}" for key, value in given.items())
+    usual = [settings["seed"] + i for i in range(5 if full else 1)]
+    if given.get("seeds") == usual:  # as without the option
+        del given["seeds"]
+    words = {k: " ".join(map(str, v)) if isinstance(v, list) else v for k, v in given.items()}
+    return full + "".join(f" --{key} {value}" for key, value in words.items())
 
 
 def _told(name: str, command: str) -> str:

@@ -10,24 +10,27 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-
-import matplotlib
-
-matplotlib.use("Agg")  # figures go to files, also where there is no display
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from matplotlib import pyplot as plt
-from matplotlib.figure import Figure
-from rich import box
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 from doubleback import DoublebackError
-from doubleback.cli import UsageError
+from doubleback.cli import UsageError, require
 from doubleback.cli.shared import Images, device, digits, folder, read_idx
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+    from rich.console import Console
+
+try:
+    import matplotlib
+
+    matplotlib.use("Agg")  # figures go to files, also where there is no display
+    from matplotlib import pyplot as plt
+except ModuleNotFoundError:  # a machine that only trains; `_need_figures` says what is missing
+    plt: Any = None
 
 INK, BLUE, ORANGE, GREEN, RED, PURPLE, GREY = (
     "#22272e", "#2563a8", "#e07b21", "#2f8f5b", "#c63d3d", "#7b4fa3", "#9aa3ad",
@@ -49,12 +52,16 @@ class Report:
     claims: list[tuple[bool, str]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     numbers: dict[str, Any] = field(default_factory=dict)  # what the table was made from
+    settings: dict[str, Any] = field(default_factory=dict)  # in place of the command's
 
     def claim(self, holds: bool, seen: str, otherwise: str) -> None:
         """State `seen` where it holds, and plainly `otherwise` where it does not."""
         self.claims.append((bool(holds), seen if holds else otherwise))
 
     def show(self, console: Console) -> None:
+        from rich import box
+        from rich.table import Table
+
         table = Table(box=box.SIMPLE_HEAD, title=self.title, title_justify="left")
         for i, name in enumerate(self.columns):
             table.add_column(name, justify="right" if i else "left")
@@ -192,10 +199,14 @@ def batches(count: int, size: int, generator: torch.Generator) -> Iterator[Tenso
 # ------------------------------------------------------------------------------------- command
 
 
+def _need_figures() -> None:
+    require("matplotlib", "rich", extra="examples")
+
+
 def main(
     name: str,
     description: str,
-    run: Callable[[argparse.Namespace], Report],
+    run: Callable[[argparse.Namespace], Report | None],
     argv: Sequence[str] | None = None,
     *,
     data: bool = False,
@@ -203,7 +214,8 @@ def main(
 ) -> int:
     """Parse, run, print, write. Exit status 2 and one line on stderr for what cannot be run.
 
-    data: whether the example takes images from `--data`; options: adds arguments of its own."""
+    data: whether the example takes images from `--data`; options: adds arguments of its own; with
+    one called `--json` that is given, `run` writes its numbers there and nothing is drawn."""
     parser = argparse.ArgumentParser(prog=f"python -m examples.{name}", description=description)
     parser.add_argument("--full", action="store_true", help="the large size, for an hour at most")
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="default: %(default)s")
@@ -221,23 +233,37 @@ def main(
     if options is not None:
         options(parser)
     arguments = parser.parse_args(argv)
-    width = None if sys.stdout.isatty() else 160
-    console = Console(highlight=False, soft_wrap=True, width=width)
+    drawn = getattr(arguments, "json", None) is None
     try:
+        if drawn:
+            _need_figures()
         arguments.device = device(arguments.device)
-        where = folder(arguments.out)
+        where = folder(arguments.out) if drawn else None
         torch.manual_seed(arguments.seed)
         start = time.perf_counter()
         report = run(arguments)
-        report.show(console)
-        settings: dict[str, Any] = {k: v for k, v in vars(arguments).items() if isinstance(v, int)}
-        if data:
-            settings["data"] = arguments.data.partition(":")[0]
-        other = data and settings["data"] != "digits"  # beside the record of the default
-        for path in report.write(where, f"{name}-mnist" if other else name, settings):
-            console.print(f"written: {path}")
-        console.print(f"{time.perf_counter() - start:.0f} s")
+        if report is not None and where is not None:
+            settings = report.settings or _given(arguments)
+            other = settings.get("data", "digits") != "digits"  # beside the record of the default
+            _show(report, where, f"{name}-mnist" if other else name, settings)
+        print(f"{time.perf_counter() - start:.0f} s")
         return 0
     except DoublebackError as error:
         print(f"examples.{name}: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
+
+
+def _given(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What the record says of the command."""
+    given = {k: v for k, v in vars(arguments).items() if isinstance(v, int)}
+    source = getattr(arguments, "data", None)
+    return given if source is None else {**given, "data": source.partition(":")[0]}
+
+
+def _show(report: Report, folder: Path, name: str, settings: dict[str, Any]) -> None:
+    from rich.console import Console
+
+    console = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else 160)
+    report.show(console)
+    for path in report.write(folder, name, settings):
+        console.print(f"written: {path}")

@@ -5,6 +5,7 @@ import importlib
 import json
 import struct
 from dataclasses import replace
+from pathlib import Path
 from types import ModuleType
 
 import numpy as np
@@ -155,6 +156,41 @@ def test_robustness_race_and_what_is_kept(tmp_path):
     assert example.Kept(path, [1])("a", lambda: 1 / 0) == {"b": 2}
     with pytest.raises(common.UsageError, match="other settings"):
         example.Kept(path, [2])
+
+
+def test_robustness_is_drawn_from_the_numbers_of_several_runs(tmp_path, capsys, monkeypatch):
+    """Runs that write numbers only need no matplotlib; what they found is one table."""
+    example = script("robustness")
+    monkeypatch.setattr(example, "train", lambda method, data, *_: example.lenet(data.side))
+    monkeypatch.setattr(example, "WEIGHTS", (0.1,))
+    curve = {name: [(1.0, 0.5)] for name in example.penalties(graphed=True)}
+    monkeypatch.setattr(example, "race", lambda *_: curve)
+    files = [str(tmp_path / f"{seed}.json") for seed in (3, 4)]
+
+    def main(*argv):
+        return common.main("robustness", "", example.run, argv, data=True, options=example.options)
+
+    with monkeypatch.context() as bare:
+        bare.setattr(common, "plt", None)
+        bare.setattr(common, "_need_figures", lambda: 1 / 0)
+        for seed, file in zip((3, 4), files, strict=True):
+            raced = "1" if seed == 4 else "0"
+            options = ("--seeds", str(seed), "--raced", raced, "--attacked", "5", "--json", file)
+            assert main(*options) == 0
+    assert main("--from", *files, "--out", str(tmp_path)) == 0
+    record = json.loads((tmp_path / "robustness.json").read_text())
+    assert len(record["rows"]) == len(example.methods()) and record["settings"]["seeds"] == [3, 4]
+    assert [len(record["numbers"][m.name]) for m in example.methods()] == [2] * 7
+    assert (tmp_path / "robustness.png").stat().st_size > 1000
+    second = json.loads(Path(files[1]).read_text())
+    for changed, told in (
+        ({**second, "weights": {}}, "other weights than"),
+        ({**second, "settings": {}}, "other settings than"),
+        ({k: v for k, v in second.items() if k != "plain, seed 4"}, "has no plain"),
+    ):
+        Path(files[1]).write_text(json.dumps(changed))
+        assert main("--from", *files, "--out", str(tmp_path)) == 2
+        assert told in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("norm", ["linf", "l2"])

@@ -4,6 +4,7 @@ PGD, against plain training, weight decay and adversarial training."""
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import math
 import statistics
@@ -11,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ EPSILONS = {8: {"linf": (0.05, 0.1, 0.2), "l2": (0.3, 0.6, 1.0)},
             28: {"linf": (0.05, 0.1, 0.2), "l2": (0.5, 1.0, 2.0)}}  # fmt: skip
 BATCH = 100
 WEIGHTS = (0.01, 0.03, 0.1, 0.3, 1.0)  # of a penalty, to choose from
+ALLOWED = 0.005  # of clean accuracy that a penalty may cost
 
 
 @dataclass(frozen=True)
@@ -83,13 +86,17 @@ def train(method: Method, data: common.Images, epochs: int, seed: int) -> nn.Mod
     images, labels = data.train
     torch.manual_seed(seed)
     net = lenet(data.side).to(images.device)
-    model = None if method.penalty is None else db.Penalised(net, method.penalty)
+    model = None
+    if method.penalty is not None:
+        graph = images.is_cuda and method.penalty.no_graph is None
+        model = db.Penalised(net, method.penalty, cuda_graph=graph)
     optimiser = torch.optim.AdamW(net.parameters(), weight_decay=method.decay)
     steps = epochs * (len(labels) // BATCH)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, 4e-3, steps)
     shuffle = torch.Generator().manual_seed(seed)
     for _ in range(epochs):
         for rows in common.batches(len(labels), BATCH, shuffle):
+            rows = rows.to(images.device)
             x, y = images[rows], labels[rows]
             if method.attack:
                 x = attack(net, x, y, method.attack, "linf", 5)
@@ -152,18 +159,19 @@ def linear_radius(out: Tensor, labels: Tensor, jacobian: Tensor) -> Tensor:
     return radius.amin(1).clamp_min(0)
 
 
-def operator_norm(layer: nn.Module, shape: torch.Size) -> tuple[float, torch.Size]:
+def operator_norm(
+    layer: nn.Module, shape: torch.Size, device: torch.device | None = None
+) -> tuple[float, torch.Size]:
     """(largest singular value of a layer's linear part on inputs of such a shape, its output's
     shape), from the layer's matrix. tanh and reshaping do not increase distances: 1."""
     if not isinstance(layer, (nn.Linear, nn.Conv2d, nn.AvgPool2d)):
-        with torch.no_grad():
-            return 1.0, layer(torch.zeros(1, *shape)).shape[1:]
+        return 1.0, layer(torch.zeros(1, *shape, device=device)).shape[1:]
     size = math.prod(shape)
+    own = copy.deepcopy(layer).double()
     with torch.no_grad():
-        units = torch.eye(size + 1)[:, :size].reshape(size + 1, *shape)  # the last one is zero
-        images = layer.cpu().double()(units.double())
+        units = torch.eye(size + 1, device=device, dtype=torch.float64)[:, :size]
+        images = own(units.reshape(size + 1, *shape))  # of the unit vectors, and of zero
         matrix = (images[:-1] - images[-1]).flatten(1)
-        layer.float()
     gram = matrix @ matrix.T if size <= matrix.shape[1] else matrix.T @ matrix
     return math.sqrt(torch.linalg.eigvalsh(gram)[-1].item()), images.shape[1:]
 
@@ -172,18 +180,15 @@ def certified_radius(net: nn.Module, x: Tensor, labels: Tensor) -> Tensor:
     """How far x may move in ℓ₂ before another class can win, whatever the network does on the way:
     min over k of (out_y − out_k) / (‖W_y − W_k‖ Π σ), W the last layer's weight and σ the operator
     norms of the layers before it; 0 where the class is wrong already."""
-    layers, device = list(net), x.device  # type: ignore[call-overload]
+    layers = list(net)  # type: ignore[call-overload]
     with torch.no_grad():
-        out = net(x).cpu()
+        out = net(x)
     slope, shape = 1.0, x.shape[1:]
-    net.cpu()
     for layer in layers[:-1]:
-        norm, shape = operator_norm(layer, shape)
+        norm, shape = operator_norm(layer, shape, x.device)
         slope *= norm
-    weight = layers[-1].weight.detach()
-    net.to(device)
-    rows, labels = torch.arange(len(out)), labels.cpu()
-    steep = slope * (weight.cpu()[labels, None] - weight.cpu()).norm(dim=2)
+    weight, rows = layers[-1].weight.detach(), torch.arange(len(out), device=out.device)
+    steep = slope * (weight[labels, None] - weight).norm(dim=2)
     radius = torch.where(steep > 0, (out[rows, labels, None] - out) / steep, torch.inf)
     return radius.amin(1).clamp_min(0)
 
@@ -196,19 +201,21 @@ def race(
 ) -> dict[str, list[tuple[float, float]]]:
     """(seconds of training so far, accuracy under PGD-10) every so many steps, for the Jacobian
     penalty by the library, by stock autograd with a loop over the classes, and from one random
-    projection by the library and by autograd as Hoffman et al. do it. All train in turn, batch by
-    batch, so that a busy machine is as busy for each."""
+    projection by the library and by autograd as Hoffman et al. do it; on a GPU also by the library
+    with a CUDA graph. All train in turn, batch by batch, so that a busy machine is as busy for
+    each."""
     images, labels = data.train
     x, y = data.test[0][:count], data.test[1][:count]
     size = EPSILONS[data.side]["linf"][1]
     steps = epochs * (len(labels) // BATCH)
     ways = {name: _runner(make, data.side, images.device, weight, steps, seed)
-            for name, make in PENALTIES.items()}  # fmt: skip
+            for name, make in penalties(images.is_cuda).items()}  # fmt: skip
     spent = dict.fromkeys(ways, 0.0)
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
     shuffle = torch.Generator().manual_seed(seed)
     order = [rows for _ in range(epochs) for rows in common.batches(len(labels), BATCH, shuffle)]
     for number, rows in enumerate(order, start=1):
+        rows = rows.to(images.device)
         for name, (_, step) in ways.items():
             start = time.perf_counter()
             step(images[rows], labels[rows])
@@ -224,8 +231,8 @@ def race(
     return found
 
 
-def by_library(projections: int | None, net: nn.Module, weight: float) -> Callable:
-    model = db.Penalised(net, db.Jacobian(projections=projections))
+def by_library(projections: int | None, graph: bool, net: nn.Module, weight: float) -> Callable:
+    model = db.Penalised(net, db.Jacobian(projections=projections), cuda_graph=graph)
     return lambda x, y: model.accumulate(x, y, loss="cross_entropy", weight=weight)
 
 
@@ -251,12 +258,17 @@ def by_autograd(projections: int | None, net: nn.Module, weight: float) -> Calla
     return step
 
 
-PENALTIES: dict[str, Callable[[nn.Module, float], Callable]] = {
-    "doubleback, exact": lambda net, weight: by_library(None, net, weight),
-    "stock autograd, exact": lambda net, weight: by_autograd(None, net, weight),
-    "doubleback, 1 projection": lambda net, weight: by_library(1, net, weight),
-    "Hoffman et al., 1 projection": lambda net, weight: by_autograd(1, net, weight),
-}
+def penalties(graphed: bool) -> dict[str, Callable[[nn.Module, float], Callable]]:
+    """The ways that race each other; graphed: CUDA graphs too."""
+    ways: dict[str, Callable[[nn.Module, float], Callable]] = {}
+    for kind, number, theirs in (("exact", None, STOCK), ("1 projection", 1, HOFFMAN)):
+        for graph in (False, True) if graphed else (False,):
+            ways[f"{OURS}, {kind}{GRAPHED if graph else ''}"] = partial(by_library, number, graph)
+        ways[f"{theirs}, {kind}"] = partial(by_autograd, number)
+    return ways
+
+
+OURS, STOCK, HOFFMAN, GRAPHED = "doubleback", "stock autograd", "Hoffman et al.", ", CUDA graph"
 
 
 def _runner(
@@ -287,9 +299,9 @@ def first_at(curve: list[tuple[float, float]], level: float) -> float | None:
 
 def choose(data: common.Images, epochs: int, seed: int, names: tuple[str, ...]) -> dict[str, float]:
     """The weight of each penalty by a fifth of the training images, held out from a training of its
-    own: that with the highest accuracy under PGD-10 among those that lose at most a point of clean
-    accuracy to plain training, or else the smallest. One projection estimates the exact Jacobian
-    penalty without bias, which takes its weight."""
+    own: that with the highest accuracy under PGD-10 among those that lose at most half a point of
+    clean accuracy to plain training, or else the smallest. One projection estimates the exact
+    Jacobian penalty without bias, which takes its weight."""
     (images, labels), cut = data.train, 4 * len(data.train[1]) // 5
     images, truth = images[cut:], labels[cut:]
     own = common.Images((data.train[0][:cut], labels[:cut]), (images, truth), data.name)
@@ -306,7 +318,7 @@ def choose(data: common.Images, epochs: int, seed: int, names: tuple[str, ...]) 
     for method in methods():
         if method.weight is None and method.name in names and method.name != exact:
             tried = {w: scores(replace(method, weight=w)) for w in WEIGHTS}
-            fit = [w for w in WEIGHTS if tried[w][0] >= plain - 0.01] or [WEIGHTS[0]]
+            fit = [w for w in WEIGHTS if tried[w][0] >= plain - ALLOWED] or [WEIGHTS[0]]
             chosen[method.name] = max(fit, key=lambda w: tried[w][1])
     if exact in names:
         chosen[exact] = chosen[projected]
@@ -319,48 +331,83 @@ def experiment(
 ) -> dict[str, list[Found]]:  # fmt: skip
     """kept: what an interrupted run has found already, which gains the rest."""
     kept = Kept(None) if kept is None else kept
-    found: dict[str, list[Found]] = {}
     for seed in seeds:
         for method in methods():
             if names is None or method.name in names:
                 method = replace(method, weight=weights.get(method.name, 0.0))
-                told = kept(
+                kept(
                     f"{method.name}, seed {seed}",
                     lambda method=method, seed=seed: vars(
                         measure(train(method, data, epochs, seed), data, count, steps)
                     ),
                 )
-                found.setdefault(method.name, []).append(Found(**told))
-    return found
+    return kept.found()
 
 
 class Kept:
-    """Results by name in a JSON file, so that a long run can be interrupted and go on; None: not
-    kept."""
+    """Results by name in a JSON file, which an interrupted run goes on from and from which the
+    table is made; None: not kept."""
 
     def __init__(self, path: str | None, settings: Any = None) -> None:
         self.path = None if path is None else Path(path)
         self.held: dict[str, Any] = {}
-        if self.path is None:
-            return
-        if self.path.is_file():
-            try:
-                self.held = json.loads(self.path.read_text())
-            except (OSError, ValueError) as error:
-                raise common.UsageError(f"--keep {path}: cannot be read ({error})") from error
+        if self.path is not None and self.path.is_file():
+            self.held = _read(self.path, "--json")
         before = self.held.setdefault("settings", settings)
         if before != settings:
             raise common.UsageError(
-                f"--keep {path}: belongs to a run with other settings, {before}"
+                f"--json {path}: belongs to a run with other settings, {before}"
             )
+
+    @classmethod
+    def merged(cls, paths: list[str]) -> Kept:
+        """What several runs with the same settings and weights found, each for seeds of its own."""
+        kept = cls(None)
+        kept.held = {}
+        for path in paths:
+            for name, value in _read(Path(path), "--from").items():
+                if name in ("settings", "weights") and kept.held.get(name, value) != value:
+                    raise common.UsageError(f"--from {path}: has other {name} than {paths[0]}")
+                kept.held.setdefault(name, value)
+        short = [name for name in ("settings", "weights") if name not in kept.held]
+        found = kept.found()
+        short += [m.name for m in methods() if len(found.get(m.name, ())) < len(kept.seeds)]
+        if short or not found:
+            raise common.UsageError(f"--from {paths[0]}: has no {', '.join(short) or 'results'}")
+        return kept
 
     def __call__(self, name: str, make: Callable[[], Any]) -> Any:
         if name not in self.held:
+            start = time.perf_counter()
             self.held[name] = make()
             if self.path is not None:
-                self.path.write_text(json.dumps(self.held, indent=1, ensure_ascii=False))
-                print(f"{name}: done", file=sys.stderr)
+                self.path.write_text(json.dumps(self.held, indent=1, ensure_ascii=False) + "\n")
+                print(f"{name}: {time.perf_counter() - start:.1f} s", file=sys.stderr, flush=True)
         return self.held[name]
+
+    @property
+    def seeds(self) -> list[int]:
+        told = (name.partition(", seed ")[2] for name in self.held)
+        return sorted({int(seed) for seed in told if seed})
+
+    def found(self) -> dict[str, list[Found]]:
+        """By method, in the order of the table and of the seeds."""
+        named = {
+            m.name: [self.held.get(f"{m.name}, seed {seed}") for seed in self.seeds]
+            for m in methods()
+        }
+        return {
+            name: [Found(**told) for told in runs if told]
+            for name, runs in named.items()
+            if any(runs)
+        }
+
+
+def _read(path: Path, option: str) -> dict[str, Any]:
+    try:
+        return dict(json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        raise common.UsageError(f"{option} {path}: cannot be read ({error})") from error
 
 
 def average(runs: list[Found], value: str, place: int | None = None) -> float:
@@ -402,11 +449,11 @@ def draw(found: dict[str, list[Found]], side: int):
     return figure
 
 
-def report(
-    found: dict[str, list[Found]], data: common.Images, steps: int, weights: dict[str, float],
-    raced: dict[str, Any],
-) -> common.Report:  # fmt: skip
-    sizes = EPSILONS[data.side]
+def report(kept: Kept) -> common.Report:
+    """The table, the figure and the claims, from the numbers alone."""
+    found, settings, weights = kept.found(), kept.held["settings"], kept.held["weights"]
+    side, steps, raced = settings["side"], settings["steps"], kept.held.get("race")
+    sizes = EPSILONS[side]
 
     def percent(runs: list[Found], value: str, place: int | None = None) -> str:
         values = (getattr(r, value) for r in runs)
@@ -432,13 +479,14 @@ def report(
                f"{pgd} ℓ∞ {middle} %", f"{pgd} ℓ₂ {sizes['l2'][1]} %", "‖J‖_F",
                "linear radius", "certified radius")  # fmt: skip
     made = common.Report(
-        f"LeNet, {len(data.train[1])} training images: {data.name}",
+        f"LeNet, {settings['trained']} training images: {settings['name']}",
         columns,
         rows,
-        draw(found, data.side),
+        draw(found, side),
         numbers={
             **{name: [vars(r) for r in runs] for name, runs in found.items()}, "race": raced
         },
+        settings={**settings["given"], "seeds": kept.seeds, "raced": kept.held.get("raced")},
     )  # fmt: skip
     plain, exact = found["plain"], found["Jacobian, exact"]
     fall = average(plain, "jacobian") / average(exact, "jacobian")
@@ -468,35 +516,42 @@ def report(
         f"no penalty reaches adversarial training on the attack that it trains for "
         f"({best:+.1f} against {trained:+.1f} points)",
     )
-    _tell_race(made, raced, middle)
+    if raced is not None:
+        _tell_race(made, raced, middle)
     told = ", ".join(f"{name} {weight:g}" for name, weight in weights.items())
     made.notes.append(
         "weights of the penalties, chosen on a fifth of the training images held out (best under "
-        f"PGD-10 among those that lose at most a point of clean accuracy there): {told}"
+        f"PGD-10 among those that lose at most half a point of clean accuracy there): {told}"
     )
     made.notes.append(
         "linear radius: median ℓ₂ distance to the nearest other class of the network linearised at "
         "the image; it is no certificate, since the network bends. Certified radius: median ℓ₂ "
         "radius that the product of the layers' operator norms guarantees"
     )
+    made.notes.append(
+        f"seeds: {len(kept.seeds)}; epochs: {settings['epochs']}; test images under attack: "
+        f"{settings['attacked']} of {settings['tested']}; on {settings['device']}"
+    )
     return made
 
 
 def _tell_race(made: common.Report, raced: dict[str, Any], size: float) -> None:
-    for kind, ours, theirs, words in (
-        ("exact Jacobian", "doubleback, exact", "stock autograd, exact",
-         "stock autograd, class by class"),
-        ("one projection", "doubleback, 1 projection", "Hoffman et al., 1 projection",
-         "autograd as Hoffman et al. use it"),
-    ):  # fmt: skip
-        level = min(max(right for _, right in raced[name]) for name in (ours, theirs))
-        mine, stock = (first_at(raced[name], level) for name in (ours, theirs))
-        assert mine is not None and stock is not None
+    for kind, rival, words in (
+        ("exact", f"{STOCK}, exact", "stock autograd, class by class"),
+        ("1 projection", f"{HOFFMAN}, 1 projection", "autograd as Hoffman et al. use it"),
+    ):
+        names = (f"{OURS}, {kind}", f"{OURS}, {kind}{GRAPHED}", rival)
+        curves = {name: raced[name] for name in names if name in raced}
+        level = min(max(right for _, right in curve) for curve in curves.values())
+        needed = {name: first_at(curve, level) or 0.0 for name, curve in curves.items()}
+        stock, graphed = needed[rival], needed.get(names[1])
         told = (
-            f"{kind}: {100 * level:.1f} % under PGD-10, ε = {size}, after {mine:.3g} s of training "
-            f"against {stock:.3g} s by {words}"
+            f"Jacobian, {kind}: {100 * level:.1f} % under PGD-10, ε = {size}, after "
+            f"{needed[names[0]]:.3g} s of training"
+            + ("" if graphed is None else f" ({graphed:.3g} s with a CUDA graph)")
+            + f" against {stock:.3g} s by {words}"
         )
-        made.claim(mine < stock, told, f"not sooner: {told}")
+        made.claim(min(needed.values()) < stock, told, f"not sooner: {told}")
     made.notes.append(
         "seconds are those of all ways in turn, batch by batch, the capture of the network at the "
         "first step included; compare them with each other only"
@@ -504,42 +559,51 @@ def _tell_race(made: common.Report, raced: dict[str, Any], size: float) -> None:
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--seeds", type=int, metavar="N", help="how many; default: 1, --full 5")
-    parser.add_argument("--epochs", type=int, metavar="N", help="default: by size and data")
-    parser.add_argument("--attacked", type=int, metavar="N", help="test images under attack")
-    parser.add_argument("--raced", type=int, metavar="N", help="epochs of the race; default: 6")
-    parser.add_argument("--keep", metavar="FILE", help="go on from what is in this JSON file")
+    add = parser.add_argument
+    add("--seeds", type=int, nargs="+", metavar="S", help="default: --seed; --full: five from it")
+    add("--epochs", type=int, metavar="N", help="default: by size and data")
+    add("--attacked", type=int, metavar="N", help="test images under attack")
+    add("--raced", type=int, metavar="N", help="epochs of the race; default: 6; 0: no race")
+    told = "write the numbers here as they come, going on from what is there, and draw nothing"
+    add("--json", metavar="FILE", help=told)
+    told = "draw what runs with --json found, each for seeds of its own"
+    add("--from", nargs="+", dest="source", metavar="FILE", help=told)
 
 
-def run(arguments: argparse.Namespace) -> common.Report:
+def run(arguments: argparse.Namespace) -> common.Report | None:
+    if arguments.source:
+        return report(Kept.merged(arguments.source))
     mnist, full = arguments.data != "digits", arguments.full
-    for name in ("seeds", "epochs", "attacked", "raced"):
-        if (getattr(arguments, name) or 1) < 1:
-            raise common.UsageError(f"--{name} must be at least 1")
-    count = arguments.seeds or (5 if full else 1)
-    seeds = [arguments.seed + i for i in range(count)]
+    for name, least in (("epochs", 1), ("attacked", 1), ("raced", 0)):
+        given = getattr(arguments, name)
+        if given is not None and given < least:
+            raise common.UsageError(f"--{name} must be at least {least}")
+    seeds = arguments.seeds or [arguments.seed + i for i in range(5 if full else 1)]
     steps = 40 if full else 10
     data = common.load_images(
         arguments.data, 8000 if mnist else None, arguments.seed, arguments.device
     )
-    epochs = arguments.epochs or ((10 if full else 3) if mnist else (60 if full else 25))
+    epochs = arguments.epochs or ((30 if full else 3) if mnist else (60 if full else 25))
     attacked = min(arguments.attacked or (len(data.test[1]) if full else 300), len(data.test[1]))
     tried = max(1, epochs // 3) if mnist else epochs  # epochs to choose a weight by
-    settings = [arguments.data.partition(":")[0], arguments.seed, epochs, attacked, steps]
-    kept = Kept(arguments.keep, settings)
+    cuda = arguments.device.type == "cuda"
+    settings = {
+        "name": data.name, "side": data.side, "epochs": epochs, "steps": steps,
+        "attacked": attacked, "trained": len(data.train[1]), "tested": len(data.test[1]),
+        "device": torch.cuda.get_device_name(arguments.device) if cuda else "the CPU",
+        "given": {"data": arguments.data.partition(":")[0], "full": full, "seed": arguments.seed,
+                  "epochs": arguments.epochs, "attacked": arguments.attacked,
+                  "device": arguments.device.type},
+    }  # fmt: skip
+    kept = Kept(arguments.json, settings)
     names = tuple(method.name for method in methods())
     weights = kept("weights", lambda: choose(data, tried, arguments.seed, names))
-    found = experiment(data, epochs, seeds, attacked, steps, weights, kept=kept)
-    exact = weights["Jacobian, exact"]
-    raced = kept(
-        "race", lambda: race(data, arguments.raced or min(epochs, 6), arguments.seed, exact)
-    )
-    made = report(found, data, steps, weights, raced)
-    made.notes.append(
-        f"seeds: {count}; epochs: {epochs}; test images under attack: {attacked} of "
-        f"{len(data.test[1])}"
-    )
-    return made
+    experiment(data, epochs, seeds, attacked, steps, weights, kept=kept)
+    exact, raced = weights["Jacobian, exact"], arguments.raced
+    if raced != 0:
+        kept.held["raced"] = raced
+        kept("race", lambda: race(data, raced or min(epochs, 6), arguments.seed, exact))
+    return None if arguments.json else report(kept)
 
 
 if __name__ == "__main__":
