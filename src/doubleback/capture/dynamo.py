@@ -190,6 +190,7 @@ _SETTINGS = {
     "allow_unspec_int_on_nn_module": True,  # a counter is no reason to capture anew
     "use_numpy_random_stream": True,  # NumPy's numbers, not PyTorch's in their place
     "skip_nnmodule_hook_guards": False,  # hooks may come and go
+    "optimize_ddp": False,  # inside DistributedDataParallel too: one graph, whatever its buckets
     "recompile_limit": MOST,
     "accumulated_recompile_limit": 4 * MOST,
     "fail_on_recompile_limit_hit": False,

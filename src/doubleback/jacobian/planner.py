@@ -293,7 +293,9 @@ def _run(program: JacobianProgram, size: int) -> Run:
             cost.part_peak = peak - cost.kept
             grads = {program.plan.target: torch.empty_like(out)}
             held, cost.close_flops, cost.close_operations, cost.close_peak = phase(
-                lambda: program._close(swept, sources, values.sum(), grads, keep=False)
+                lambda: next(
+                    program._close(swept, sources, values.sum(), grads, False, program.plan.whole)
+                )
             )
             cost.fixed_written = meter.written - cost.part_written
             del held, outputs
