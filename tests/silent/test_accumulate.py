@@ -241,3 +241,14 @@ def test_gradients_alias_no_argument_and_no_output():
             for t, old in zip((x, w, q, out), before, strict=True):
                 assert_close(t.detach(), old, "what a gradient was written over")
             model.zero_grad()
+
+
+@pytest.mark.parametrize("sweeps", [True, False])
+def test_labels_that_loss_and_penalty_share_are_checked_once(sweeps):
+    """On a GPU each look at them waits for all that was launched before."""
+    penalty = db.LossGradient("cross_entropy")
+    model = db.Penalised(nn.Linear(4, 3), penalty, sweeps=sweeps)
+    model.accumulate(torch.randn(5, 4), torch.tensor([0, 1, 2, 0, 1]))
+    assert penalty.own_loss.looked_at == 1
+    with pytest.raises(db.LabelError):
+        model.accumulate(torch.randn(5, 4), torch.tensor([0, 1, 3, 0, 1]))
