@@ -187,7 +187,8 @@ def _go(folder: str, slow: str) -> None:
     os._exit(_train(*NET, "--out", "run", "--checkpoint-every", "1", "--resume"))
 
 
-def test_thirty_kills(theirs):
+@pytest.mark.parametrize("often", [8, pytest.param(30, marks=pytest.mark.long)])
+def test_kills(theirs, often):
     """kill -9 at random moments: the last one to end has the weights of a run that was left alone.
 
     Runs are short and their checkpoints many, so that kills fall into the writing of them too.
@@ -197,7 +198,7 @@ def test_thirty_kills(theirs):
     context.set_forkserver_preload(["torch", "doubleback.cli.train", "torch._dynamo"])
     dice, kills, ends = random.Random(0), 0, 0
     deadline = time.monotonic() + 400
-    while kills < 30 and time.monotonic() < deadline:
+    while kills < often and time.monotonic() < deadline:
         child = context.Process(target=_go, args=(str(theirs), "0.002"))
         child.start()
         child.join(dice.uniform(0.05, 1.6))
@@ -214,7 +215,7 @@ def test_thirty_kills(theirs):
     child = context.Process(target=_go, args=(str(theirs), "0"))
     child.start()
     child.join()
-    assert child.exitcode == 0 and kills >= 30
+    assert child.exitcode == 0 and kills == often
     assert _equal("whole", "run")
 
 
