@@ -225,7 +225,7 @@ class Penalised(CapturedModule):
 
         def run(graph: Graph, inputs: Sequence[Any]) -> Sequence[Any]:
             site = self._site(graph, inputs, call)
-            if own_loss is not None:
+            if own_loss is not None and not self.penalty.shares(own_loss):
                 own_loss.check(site.shape, target)
             program, state = self._program(site, True, copies=False, loss=own_loss)
             plan = program.plan
