@@ -2,7 +2,7 @@
 # make reproduce   the figures of the paper, under reproduced/
 # make examples   every application in its default size, and the gallery that shows them
 # make test   what CI runs: linters, types, tests
-# make fuzz   random networks against stock autograd: ARGS="--networks 1000 --json benchmarks/results/fuzz.json"
+# make fuzz   random networks against stock autograd: ARGS="--networks 1000 --jobs 8 --json benchmarks/results/fuzz.json"
 # make fuzz-faults   steps that fail and are interrupted, at every place: tests/test_faults.py
 # make mutate   small errors put into the formulas, which the tests must notice: ARGS="--mutants 200"
 # make docs   the site, under build/site; a warning is an error

@@ -23,7 +23,6 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +34,7 @@ import nets
 from measuring import (
     DTYPES,
     allow_tf32,
+    crowded,
     evaluate,
     gradient_error,
     hardware,
@@ -66,6 +66,9 @@ def arguments() -> argparse.Namespace:
     add("--seconds", type=float, default=1.5, help="at most, for these steps")
     add("--compile-seconds", type=float, default=600.0, help="for all compilations together")
     add("--row-seconds", type=float, default=90.0, help="for measuring one row")
+    add(
+        "--gates", type=Path, help="folder of locks, shared with benchmarks that run meanwhile"
+    )
     add("--out", type=Path, help="JSON file, rewritten after each row")
     add("--row", nargs=2, metavar=("NET", "DTYPE"), help=argparse.SUPPRESS)
     add("--folder", type=Path, help=argparse.SUPPRESS)
@@ -91,28 +94,6 @@ def selected(chosen: argparse.Namespace, net: str) -> list[str]:
 
 
 # --------------------------------------------------------------------------------- one row
-
-
-@contextlib.contextmanager
-def crowded(folder: Path) -> Iterator[None]:
-    """While others use the device too, Inductor times its configurations in one process at a time,
-    and cuDNN chooses anew afterwards: it keeps its choices by `deterministic`, among others."""
-    from torch._inductor.runtime.triton_heuristics import CachingAutotuner
-
-    tune = CachingAutotuner.autotune_to_one_config
-
-    def tune_alone(self, *args, **kwargs):
-        with alone(folder / "tuning"):
-            return tune(self, *args, **kwargs)
-
-    cudnn = torch.backends.cudnn
-    cudnn.benchmark, cudnn.deterministic = False, True
-    CachingAutotuner.autotune_to_one_config = tune_alone
-    try:
-        yield
-    finally:
-        cudnn.benchmark, cudnn.deterministic = True, False
-        CachingAutotuner.autotune_to_one_config = tune
 
 
 class Row:
@@ -221,16 +202,17 @@ class Row:
     def run(self, waiting: int) -> None:
         names = selected(self.chosen, self.net_name)
         folder = self.chosen.folder
+        gates = self.chosen.gates or folder
         allow_tf32(True)
         compiled = [m for m in names if methods.parse(m)[0].compiled and not methods.captures(m)]
-        with crowded(folder) if self.cuda else contextlib.nullcontext():
+        with crowded(gates / "tuning") if self.cuda else contextlib.nullcontext():
             for method in compiled:
                 self.attempt(method, self.first_call)
         (folder / f"ready-{os.getpid()}").touch()
         deadline = (folder / "begun").stat().st_mtime + self.chosen.compile_seconds
         while len([*folder.glob("ready-*")]) < waiting and time.time() < deadline:
             time.sleep(0.2)
-        with alone(folder / "turn"):
+        with alone(gates / "turn"):
             self.measure([m for m in names if m not in compiled])
 
     def measure(self, others: list[str]) -> None:

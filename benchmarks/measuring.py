@@ -9,12 +9,14 @@ import json
 import os
 import platform
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from timing import alone
 
 Step = Any  # step(x, y) → (loss, penalty or None), gradients left in the parameters
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
@@ -136,6 +138,28 @@ def peak_memory(step: Step, net: nn.Module, sets: list) -> dict[str, float]:
         "peak_mib": torch.cuda.max_memory_allocated() / 2**20,
         "reserved_mib": torch.cuda.max_memory_reserved() / 2**20,
     }
+
+
+@contextlib.contextmanager
+def crowded(gate: Path) -> Iterator[None]:
+    """While others use the device too, Inductor times its configurations in one process at a time,
+    and cuDNN chooses anew afterwards: it keeps its choices by `deterministic`, among others."""
+    from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+
+    tune = CachingAutotuner.autotune_to_one_config
+
+    def tune_alone(self, *args, **kwargs):
+        with alone(gate):
+            return tune(self, *args, **kwargs)
+
+    cudnn = torch.backends.cudnn
+    cudnn.benchmark, cudnn.deterministic = False, True
+    CachingAutotuner.autotune_to_one_config = tune_alone
+    try:
+        yield
+    finally:
+        cudnn.benchmark, cudnn.deterministic = True, False
+        CachingAutotuner.autotune_to_one_config = tune
 
 
 def write(path: Path | None, document: dict[str, Any]) -> None:

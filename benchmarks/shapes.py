@@ -4,21 +4,24 @@
     PYTHONPATH=src python benchmarks/shapes.py --molecules 4 --width 32 --nets schnet    # two cores
 
 Potentials of benchmarks/potentials.py are trained on energies and forces. One process measures one
-network: each method takes the first batches alone (captures, compilations), then all of them take
-the others in turn, batch by batch. Written down for each: every call of the warm-up, medians and
+network: each method takes the first batches alone (captures, compilations), side by side with the
+other networks' processes; then, with the machine to themselves, all methods take the others in
+turn, batch by batch. Written down for each: every call of the warm-up, medians and
 quartiles of the later ones, the slowest, what a size costs that has not been met before, peak
 memory, its growth over the run, and the gradient's error against stock autograd in float64.
 
-A network has `--row-seconds`: methods that are not reached by then are recorded as such. The file
-is written anew after each network, and a process that fails loses no more than its own.
+Methods that are not reached within `--compile-seconds` are recorded as such. The file is written
+anew after each network, and a process that fails loses no more than its own.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import datetime
 import json
+import os
 import shlex
 import statistics
 import subprocess
@@ -35,8 +38,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import doubleback as db
-from measuring import allow_tf32, hardware, tidy, versions, write
+from measuring import allow_tf32, crowded, hardware, tidy, versions, write
 from potentials import INPUTS, POTENTIALS, loss_of, make_batch
+from timing import alone
 
 HERE = Path(__file__).resolve().parent
 Batch = dict[str, Tensor]
@@ -293,21 +297,17 @@ class Network:
         self.batches = [make_batch(chosen.molecules, s, chosen.device, dtype) for s in range(total)]
         self.rows: list[dict[str, Any]] = []
         self.steps: dict[str, tuple[nn.Module, Step]] = {}
-        self.end = time.monotonic() + chosen.row_seconds
+        self.deadline = (chosen.folder / "begun").stat().st_mtime + chosen.compile_seconds
 
     def save(self, complete: bool = False) -> None:
         write(self.chosen.folder / f"{self.chosen.row}.json",
               {"rows": self.rows, "complete": complete})  # fmt: skip
 
-    def left(self) -> float:
-        return self.end - time.monotonic()
-
     def warm_up(self, name: str) -> None:
-        """The first batches, and the gradient's error at the last of them. All methods together may
-        take two thirds of the time."""
+        """The first batches, and the gradient's error at the last of them."""
         row: dict[str, Any] = {"net": self.chosen.row, "method": name}
         self.rows.append(row)
-        if self.left() < self.chosen.row_seconds / 3:
+        if time.time() > self.deadline:
             row["failed"] = "not run: no time left"
             return
         own, first = copy.deepcopy(self.net), self.batches[: self.chosen.warm]
@@ -329,14 +329,26 @@ class Network:
         print(f"{self.chosen.row}, {name}: {spent:.1f} s, error {row['gradient_error']:.1e}")
 
     def run(self) -> None:
-        for name in self.chosen.methods:
-            self.warm_up(name)
-            tidy(self.cuda)
-            self.save()
+        folder = self.chosen.folder
+        gates = self.chosen.gates or folder
+        with crowded(gates / "tuning") if self.cuda else contextlib.nullcontext():
+            for name in self.chosen.methods:
+                self.warm_up(name)
+                tidy(self.cuda)
+                self.save()
+        (folder / f"ready-{os.getpid()}").touch()
+        waiting = int((folder / "begun").read_text())
+        while len([*folder.glob("ready-*")]) < waiting and time.time() < self.deadline:
+            time.sleep(0.2)
+        with alone(gates / "turn"):
+            self.measure()
+
+    def measure(self) -> None:
+        end = time.monotonic() + self.chosen.row_seconds
         times: dict[str, list[float]] = {name: [] for name in self.steps}
         later = self.batches[self.chosen.warm :]
         for i, given in enumerate(later):
-            if i >= 4 and self.left() < self.chosen.row_seconds / 10:
+            if i >= 4 and time.monotonic() > end:
                 break
             for name, (own, step) in self.steps.items():
                 times[name].append(timed(step, given, own, self.cuda))
@@ -392,7 +404,11 @@ def arguments() -> argparse.Namespace:
     add("--width", type=int, help="default: as published")
     add("--batches", type=int, default=40)
     add("--warm", type=int, default=8, help="batches before the timed ones")
-    add("--row-seconds", type=float, default=280.0, help="for one network")
+    add("--compile-seconds", type=float, default=280.0, help="for the warm-ups of all networks")
+    add("--row-seconds", type=float, default=60.0, help="for measuring one network")
+    add(
+        "--gates", type=Path, help="folder of locks, shared with benchmarks that run meanwhile"
+    )
     add("--threads", type=int, default=0)
     add("--out", type=Path)
     add("--row", choices=list(POTENTIALS), help=argparse.SUPPRESS)
@@ -435,26 +451,31 @@ def main() -> int:
         "command": command_line(), "hardware": hardware(chosen.device), "versions": versions(),
         "doubleback": db.__version__, "date": datetime.date.today().isoformat(), "tf32": False,
         "settings": {n: getattr(chosen, n) for n in
-                     ("dtype", "molecules", "width", "batches", "warm", "row_seconds")},
+                     ("dtype", "molecules", "width", "batches", "warm", "compile_seconds",
+                      "row_seconds")},
         "rows": [],
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "begun").write_text(str(len(chosen.nets)))
+        started = {}
         for net in chosen.nets:
             words = [*sys.argv[1:], "--row", net, "--folder", name]
-            process = subprocess.Popen([sys.executable, str(HERE / "shapes.py"), *words])
-            try:
-                # a compilation is not interrupted from within
-                process.wait(1.5 * chosen.row_seconds)
-            except subprocess.TimeoutExpired:
-                process.kill()
+            started[net] = subprocess.Popen([sys.executable, str(HERE / "shapes.py"), *words])
+        try:
+            for net, process in started.items():
                 process.wait()
-            path = Path(name) / f"{net}.json"
-            rows = json.loads(path.read_text())["rows"] if path.exists() else []
-            if not rows:
-                rows = [{"net": net, "method": "all", "failed": f"exit {process.returncode}"}]
-            show(rows)
-            document["rows"] += rows
-            write(chosen.out, document)
+                (folder / f"ready-{process.pid}").touch()  # nobody waits for it
+                path = folder / f"{net}.json"
+                rows = json.loads(path.read_text())["rows"] if path.exists() else []
+                if not rows:
+                    rows = [{"net": net, "method": "all", "failed": f"exit {process.returncode}"}]
+                show(rows)
+                document["rows"] += rows
+                write(chosen.out, document)
+        finally:
+            for process in started.values():
+                process.kill()
     return 0
 
 

@@ -4,6 +4,8 @@ the same examples in every run.
 `HYPOTHESIS_PROFILE=explore pytest tests/…` draws new ones; `make fuzz` draws new networks.
 """
 
+import gc
+import logging
 import os
 
 import hypothesis
@@ -13,11 +15,25 @@ import torch
 if not torch.cuda.is_available():  # read when Triton is first imported
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+from torch._dynamo import guards
+
 from doubleback import captured
 from doubleback.run import flattening
 
 pytest.register_assert_rewrite("support")  # so that its assertions show their values too
 torch.set_num_threads(1)
+
+# What only costs time, a fifth of the suite's. Dynamo flushes the CPU's caches to time each new
+# guard, for its log alone. pytest listens to every logger that does not propagate, so that PyTorch
+# would write its trace, with a stack to each tensor. What is imported is never garbage.
+guards.profile_guard_manager = lambda *_: 0.0
+logging.getLogger("torch.__trace").propagate = True
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()
+
 
 _common = {
     "deadline": None,

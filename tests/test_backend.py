@@ -23,7 +23,11 @@ import doubleback as db
 from support.gpu import needs_gpu
 
 # Dynamo looks at it itself where a region is given another's output, and says so to itself alone.
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),
+    # what PyTorch advises on a GPU that has them, once in a process, while it compiles
+    pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning"),
+]
 
 TOLERANCE = 1e-10
 ROOT = Path(__file__).parent.parent

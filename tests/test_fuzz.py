@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import json
+import os
+import time
 from collections import defaultdict
 from dataclasses import replace
 
@@ -15,6 +18,7 @@ from doubleback.rules import unregister as unregister_rule
 from support import fuzz
 from support.fuzz import PENALTIES, Case, draw, operators_seen, run, script, shrink
 from support.vocabulary import NAMES, UNCAPTURED
+from tools import fuzz as tool
 
 PROGRAMS = 27
 SEEDS = range(3)
@@ -130,3 +134,36 @@ def test_an_excuse_is_no_agreement(wrong_erf, monkeypatch):
     """Where the oracle moves by itself further than the two differ."""
     monkeypatch.setattr(fuzz, "shake", lambda *args: defaultdict(lambda: 1.0))
     assert run(CASE).kind == "unstable"
+
+
+def some_end_badly(pipe, said):
+    """A process of the fuzzer in which one case crashes, one hangs and one is wrong."""
+    pipe.send(("ready",))
+    while (case := pipe.recv()) is not None:
+        if case.seed == 1:
+            os._exit(3)
+        if case.seed == 2:
+            time.sleep(100)
+        kind = "wrong" if case.seed == 3 else "agrees"
+        text = "a script" if kind == "wrong" else None
+        pipe.send(("done", case.seed, fuzz.Verdict(kind), {"aten.sin.default"}, text))
+
+
+def test_a_case_that_crashes_or_hangs_loses_no_other(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(tool, "work", some_end_badly)
+    monkeypatch.setattr(tool, "START", "fork")  # quick
+    tally = tool.Tally()
+    cases = (Case(seed, (("sin", 0, 0, 1),)) for seed in range(6))
+    done = set(tool.crowd(cases, jobs=2, limit=1.0, end=float("inf"), tally=tally))
+    assert done == set(range(6)) and dict(tally.kinds) == {
+        "agrees": 3, "crashes": 1, "hangs": 1, "wrong": 1
+    }  # fmt: skip
+    found = {failure["seed"]: failure["kind"] for failure in tally.failures}
+    assert found == {1: "crashes", 2: "hangs", 3: "wrong"}
+    assert "ended with 3" in capsys.readouterr().out
+    record = {"started": "today", "seeds_from": 0, "paths": [], **tally.document()}
+    file = tmp_path / "fuzz.json"
+    for _ in range(2):  # the second replaces the first
+        tool.write(file, tool.kept(file, record))
+    total = json.loads(file.read_text())["total"]
+    assert (total["networks"], total["agree"], total["failed"]) == (6, 3, 3)

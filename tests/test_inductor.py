@@ -3,6 +3,7 @@
 import re
 import weakref
 from contextlib import nullcontext
+from copy import deepcopy
 
 import pytest
 import torch
@@ -166,6 +167,38 @@ def test_what_a_product_reads_later_is_held_unless_asked_otherwise():
     assert sorted(map(str, marks)) == ["aten.mm.default", "aten.mm.default", "aten.tanh.default"]
     targets, marks = held(fn, torch.randn(3, 3), recompute=True)
     assert count(targets, aten.tanh.default) == 2 and marks == [aten.mm.default] * 2
+
+
+def chain_of_products(width, depth=8):
+    """tanh between products: a later sweep reads it for a product, and what it is computed from."""
+
+    def fn(x):
+        layers = []
+        a = x
+        for _ in range(depth):
+            z = a @ x
+            a = z.tanh()
+            layers.append((z, a))
+        last = a.sum(0)
+        boundary((last,))
+        return tuple((a @ x) * z + last for z, a in layers)
+
+    return fn, torch.randn(width, width, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("part", [0.0, 0.6, 1.1])
+def test_as_much_is_computed_again_as_the_estimated_time_allows(part, monkeypatch):
+    """Of the time that it takes to compute all of it again, a part is allowed."""
+    fn, x = chain_of_products(64)
+    with for_compiler():
+        graph = make_fx(fn, tracing_mode="fake")(x).graph
+    least, most = (inductor.traffic(*inductor._cut(deepcopy(graph), share)) for share in (0, 1))
+    assert most > least
+    monkeypatch.setattr(inductor, "SLOWER", part * (most / least - 1))
+    targets, marks = held(fn, x, recompute=None)
+    again = count(targets, aten.tanh.default) - 8
+    assert len(marks) == 17 - again
+    assert (again == 0) if part == 0 else (0 < again < 8) if part < 1 else (again == 8)
 
 
 def test_the_least_number_of_bytes_is_held():

@@ -66,3 +66,31 @@ def test_sums_of_products(fn, for_compiler):
             torch.testing.assert_close(found, expected)
     for t, before in zip(tensors, given, strict=True):
         assert torch.equal(t, before)
+
+
+def flat_at_other_strides(fn, traced, given):
+    graph = make_fx(fn, tracing_mode="fake")(traced)
+    straight_line.clean(graph)
+    return straight_line.boxed(graph)([given])
+
+
+def test_strides_other_than_the_fakes():
+    """A view is a copy where the numbers lie otherwise than they did in the trace, as behind a
+    kernel whose fake is wrong about its strides."""
+    x = torch.randn(3, 4, 5)
+    other = x.mT.contiguous().mT
+    (found,) = flat_at_other_strides(lambda t: (t.view(3, 20).sin(),), x, other)
+    assert torch.equal(found, x.view(3, 20).sin())
+
+
+def test_what_is_written_through_a_view_is_not_lost():
+    def fn(t):
+        y = t.clone()
+        y.view(3, 20).add_(1.0)
+        return (y,)
+
+    x = torch.randn(3, 4, 5)
+    (found,) = flat_at_other_strides(fn, x, x)
+    assert torch.equal(found, x + 1.0)
+    with pytest.raises(RuntimeError, match="view size"):
+        flat_at_other_strides(fn, x, x.mT.contiguous().mT)

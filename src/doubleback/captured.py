@@ -127,7 +127,7 @@ class CapturedModule(nn.Module):
         self.strict = strict
         self.debug = debug
         self.flatten_after = flatten_after
-        self.recompute = not compile if recompute is None else recompute
+        self.recompute = recompute
         self.sweeps = sweeps
         self._reset()
 
@@ -324,13 +324,14 @@ class CapturedModule(nn.Module):
 
     def _plan(self, site: Site, wanted: frozenset[int], varying: bool) -> Plan:
         """The plan, at the sizes of the call that it was made for."""
-        key = (id(site.open), site.penalised, wanted, varying, self.recompute)
+        renew = not self.compile_mode if self.recompute is None else self.recompute
+        key = (id(site.open), site.penalised, wanted, varying, renew)
         _, plan = self._plans.get(key, (None, None))
         if plan is None:
             try:
                 plan = make_plan(
                     site.graph, site.penalised, site.target, wanted,
-                    varying_seed=varying, recompute=self.recompute,
+                    varying_seed=varying, recompute=renew,
                 )  # fmt: skip
             except RuleError as error:  # an operator that draws and has no rule
                 raise CaptureError(str(error)) from error

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from . import _torch
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +119,7 @@ class Graph:
         """Every open number in the program, and the function that computes them all."""
         metas = [size for meta in self.values if meta is not None for size in meta.shape]
         trees = (metas, [(n.args, n.kwargs) for n in self.nodes], self.outputs)
-        sizes = list(dict.fromkeys(_open(trees)))
+        sizes = list(dict.fromkeys(leaves(trees, Size)))
         return sizes, compile_sizes([size.expr for size in sizes], list(self.symbols))
 
     def read_symbols(self, given: Sequence[Any]) -> tuple:
@@ -144,7 +146,7 @@ class Graph:
         """Every symbol that occurs in an open size."""
         metas = [meta.shape for meta in self.values if meta is not None]
         trees = (metas, [(n.args, n.kwargs) for n in self.nodes], self.outputs)
-        return {symbol for size in _open(trees) for symbol in size.expr.free_symbols}
+        return {symbol for size in leaves(trees, Size) for symbol in size.expr.free_symbols}
 
     @cached_property
     def deciding(self) -> tuple[Node, ...]:
@@ -163,7 +165,7 @@ class Graph:
 
     def filler(self, tree: Any) -> Callable[[Sequence[Any]], Any]:
         """A function from the symbols' numbers to this part of the program without open sizes."""
-        sizes = list(dict.fromkeys(_open(tree)))
+        sizes = list(dict.fromkeys(leaves(tree, Size)))
         if not sizes:
             return lambda numbers: tree
         compute = compile_sizes([size.expr for size in sizes], list(self.symbols))
@@ -206,25 +208,13 @@ class Graph:
 
     @cached_property
     def _open_nodes(self) -> list[bool]:
-        return [any(True for _ in _open((n.args, n.kwargs))) for n in self.nodes]
+        return [any(True for _ in leaves((n.args, n.kwargs), Size)) for n in self.nodes]
 
 
 def _read(item: Any, where: Any = None) -> Any:
     if where is None:
         return item
     return item.item() if where == "item" else item.shape[where]
-
-
-def _open(tree: Any) -> Iterator[Size]:
-    """The open numbers in nested arguments."""
-    if isinstance(tree, Size):
-        yield tree
-    elif isinstance(tree, (tuple, list)):
-        for item in tree:
-            yield from _open(item)
-    elif isinstance(tree, Mapping):
-        for item in tree.values():
-            yield from _open(item)
 
 
 def compile_sizes(exprs: Sequence[Any], symbols: Sequence[Any]) -> Callable[..., Sequence[Any]]:
@@ -261,16 +251,16 @@ def map_refs(tree: Any, fn: Callable[[Ref], Any]) -> Any:
     return map_leaves(tree, lambda leaf: fn(leaf) if isinstance(leaf, Ref) else leaf)
 
 
-def refs(tree: Any) -> Iterable[int]:
-    """Value numbers in nested arguments, in flattened order."""
-    if isinstance(tree, Ref):
-        yield tree.index
+def leaves(tree: Any, kind: type[T]) -> Iterator[T]:
+    """Those of one kind among nested arguments, in flattened order."""
+    if isinstance(tree, kind):
+        yield tree
     elif isinstance(tree, (tuple, list)):
         for item in tree:
-            yield from refs(item)
+            yield from leaves(item, kind)
     elif isinstance(tree, Mapping):
         for item in tree.values():
-            yield from refs(item)
+            yield from leaves(item, kind)
 
 
 def draws(op: Any) -> bool:

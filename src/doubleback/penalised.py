@@ -79,8 +79,8 @@ class Penalised(CapturedModule):
         and it is said once why.
     recompute: compute cotangents again, where that takes no product, instead of holding them from
         the backward to the tangent sweep; with `compile`, all that norms and activations compute:
-        less memory for a little more time (docs/how-it-works.md). None: yes, unless `compile` is
-        asked for.
+        less memory for a little more time (docs/how-it-works.md). None: yes; with `compile`, as
+        much of it as costs a few percent of the step's time by estimate.
     sweeps: False: autograd computes everything; True: sweeps wherever the network can be captured;
         None: on a CPU, from the second call on, whichever is quicker by the network's sizes, as
         `explain` shows. The numbers are the same to rounding.
@@ -237,9 +237,9 @@ class Penalised(CapturedModule):
             by = scale(weight, call.x[0])
             with torch.no_grad():
                 step = (program, values, call.constants, own_loss, target, by)
-                found_by = self._graphed_step(*step, ends)
-                lent.append(found_by is not None)
-                outputs, loss_value, penalty, grads, mutated = found_by or program.step(*step[1:])
+                by_graph = self._graphed_step(*step, ends)
+                lent.append(by_graph is not None)
+                outputs, loss_value, penalty, grads, mutated = by_graph or program.step(*step[1:])
             pairs.extend((t, g) for t, g in zip(ends, grads, strict=True) if g is not None)
             told.extend((loss_value, penalty))
             return self._finish(site, plan, prelude, outputs, mutated, False)
@@ -397,9 +397,7 @@ def autograd_penalty(
     seeds = seeds or penalty.oracle_seeds
     graph = torch.is_grad_enabled()
     with torch.enable_grad(), derivatives(way):
-        # a place of its own for each: what is penalised is the derivative in this argument, also
-        # where another argument was computed from the same tensor
-        leaves = [_again(t) if t.requires_grad else t.detach().requires_grad_() for t in x]
+        leaves = _places(x)
         result = run(leaves)
         out = choose(result)
         total, summed = None, None
@@ -425,9 +423,16 @@ def autograd_penalty(
     return result, value
 
 
-def _again(t: Tensor) -> Tensor:
-    """The same numbers as another tensor; sparse ones have no views."""
-    return t.view_as(t) if t.layout is torch.strided else t.clone()
+def _places(x: Sequence[Tensor]) -> list[Tensor]:
+    """Each as a tensor of its own that requires grad: the derivative is that in this argument, also
+    where another argument was computed from the same tensor. Sparse ones have no views."""
+
+    def again(t: Tensor) -> Tensor:
+        if not t.requires_grad:
+            return t.detach().requires_grad_()
+        return t.view_as(t) if t.layout is torch.strided else t.clone()
+
+    return [again(t) for t in x]
 
 
 def pulled(
@@ -622,27 +627,22 @@ class WithGradient(CapturedModule):
         """The same by autograd: where it is quicker, where it cannot be captured, for `check`."""
         graph = torch.is_grad_enabled()
         with torch.enable_grad(), derivatives(way):
-            x = [_again(t) if t.requires_grad else t.detach().requires_grad_() for t in call.x]
+            x = _places(call.x)
             args, kwargs = call.with_x(x)
             result = self.net(*args, **kwargs)
             out = choose_output(result, self.output)
             self._seed.check(out.shape, x[:1])
             v = self._seed.seed(out)
+            unused = None if self.allow_unused else partial(refuse_unused, self.wrt)
             single = v.dim() == out.dim()
-            rows: list[Sequence[Tensor | None]] = []
-            for row in (v,) if single else v.unbind():
-                pulled: Sequence[Tensor | None] = (None,) * len(x)
-                if out.requires_grad:
-                    pulled = torch.autograd.grad(
-                        out, x, row, create_graph=graph, retain_graph=True, allow_unused=True
-                    )
-                rows.append(pulled)
-            gradients = []
-            for t, *given in zip(x, *rows, strict=True):
-                if not self.allow_unused and all(g is None for g in given):
-                    refuse_unused(self.wrt, t)
-                full = [torch.zeros_like(t) if g is None else g for g in given]
-                gradients.append(full[0] if single else torch.stack(full))
+            rows = [pulled(out, x, row, graph, unused) for row in ((v,) if single else v.unbind())]
+            if single:
+                gradients = rows[0]
+            else:
+                gradients = [
+                    torch.stack([row[i] for row in rows]) if rows else t.new_zeros(0, *t.shape)
+                    for i, t in enumerate(x)
+                ]
         if not graph:
             result = pytree.tree_map_only(Tensor, Tensor.detach, result)
             gradients = [g.detach() for g in gradients]

@@ -72,7 +72,7 @@ def ordinary_loss(out) -> Tensor:
 
 def total_loss(out, penalty: Tensor) -> Tensor:
     """The ordinary loss plus the weighted penalty; an unreduced one is weighted per example."""
-    ramp = torch.linspace(0.5, 1.5, penalty.numel(), dtype=penalty.dtype)
+    ramp = torch.linspace(0.5, 1.5, penalty.numel(), dtype=penalty.dtype, device=penalty.device)
     reduced = (penalty * ramp).sum() if penalty.dim() else penalty
     return ordinary_loss(out) + WEIGHT * reduced
 

@@ -519,14 +519,29 @@ plain("repeat_interleave", lambda x: x[..., ::2].repeat_interleave(2, -1))
 plain("squeeze", lambda x: (x.unsqueeze(1) * x.unsqueeze(1)).squeeze(1))
 plain("unflatten", lambda x: x.unflatten(-1, (2, -1)).flatten(-2).cos())
 plain("index", lambda x: x[:, [2, 0, 0, 3, 1, 1][: x.shape[1]]])
-plain("index_two_axes", lambda x: x[torch.arange(len(x))[:, None], [[1, 0, 3, 3]]], "sequence")
-plain("index_select", lambda x: x.index_select(-1, torch.arange(x.shape[-1]) // 2) * x)
+plain(
+    "index_two_axes",
+    lambda x: x[torch.arange(len(x), device=x.device)[:, None], [[1, 0, 3, 3]]],
+    "sequence",
+)
+plain(
+    "index_select",
+    lambda x: x.index_select(-1, torch.arange(x.shape[-1], device=x.device) // 2) * x,
+)
 plain("gather", lambda x: x.gather(1, x.argsort(1)))
 plain("take_along", lambda x: torch.take_along_dim(x, x.detach().argmax(1, keepdim=True), 1) + x)
 plain("scatter_add", lambda a, b: a.scatter_add(1, b.argsort(1), b), arity=2)
-plain("index_add", lambda a, b: a.index_add(1, torch.tensor([1, 1, 0]), b[:, :3]), arity=2)
+plain(
+    "index_add",
+    lambda a, b: a.index_add(1, torch.tensor([1, 1, 0], device=a.device), b[:, :3]),
+    arity=2,
+)
 plain("scatter", lambda a, b: a.scatter(1, a.argsort(1), b), arity=2)
-plain("index_copy", lambda a, b: a.index_copy(1, torch.tensor([2, 0]), b[:, 1:3]), arity=2)
+plain(
+    "index_copy",
+    lambda a, b: a.index_copy(1, torch.tensor([2, 0], device=a.device), b[:, 1:3]),
+    arity=2,
+)
 plain("masked_scatter", lambda a, b: a.masked_scatter(b > 0, b), arity=2)
 plain("topk_sort", lambda x: x.sort(1).values + x.topk(1, 1).values)
 plain("pixel_shuffle", lambda x: F.pixel_unshuffle(F.pixel_shuffle(x, 2).sin(), 2), "image")
@@ -646,14 +661,18 @@ plain("lerp_", lambda a, b: a.clone().lerp_(b, 0.3), arity=2)
 plain("addcmul_", lambda a, b: a.clone().addcmul_(a, b, value=0.3), arity=2)
 plain("addcdiv_", lambda a, b: a.clone().addcdiv_(a, 1 + b * b), arity=2)
 plain("masked_fill_", lambda a, b: a.clone().masked_fill_(b > 0, 0.3), arity=2)
-plain("index_fill_", lambda x: x.clone().index_fill_(1, torch.tensor([0, 2]), 0.4))
+plain("index_fill_", lambda x: x.clone().index_fill_(1, torch.tensor([0, 2], device=x.device), 0.4))
 plain(
-    "index_add_", lambda a, b: a.clone().index_add_(1, torch.tensor([1, 1, 0]), b[:, :3]), arity=2
+    "index_add_",
+    lambda a, b: a.clone().index_add_(1, torch.tensor([1, 1, 0], device=a.device), b[:, :3]),
+    arity=2,
 )
 plain(
     "index_put_",
     lambda a, b: a.clone().index_put_(
-        (torch.arange(len(a)), torch.tensor(1)), b[:, 0], accumulate=True
+        (torch.arange(len(a), device=a.device), torch.tensor(1, device=a.device)),
+        b[:, 0],
+        accumulate=True,
     ),
     arity=2,
 )
@@ -794,14 +813,16 @@ plain(
 )
 plain(
     "pinv",
-    lambda x: torch.linalg.pinv(x @ x.mT / 6 + 2 * torch.eye(4, dtype=x.dtype)) @ x,
+    lambda x: (
+        torch.linalg.pinv(x @ x.mT / 6 + 2 * torch.eye(4, dtype=x.dtype, device=x.device)) @ x
+    ),
     "sequence",
 )
 plain("matrix_exp", lambda x: torch.linalg.matrix_exp(x[..., :4] / 4) @ x, "sequence")
 plain("matrix_power", lambda x: torch.linalg.matrix_power(positive(x) / 4, 3) @ x, "sequence")
 plain(
     "multi_dot",
-    lambda x: torch.linalg.multi_dot([x, x.T @ x / 9, torch.ones(6, 6, dtype=x.dtype)]),
+    lambda x: torch.linalg.multi_dot([x, x.T @ x / 9, x.new_ones(6, 6)]),
     "vector",
 )
 plain(
@@ -871,7 +892,7 @@ loss("bce", lambda a, b: F.binary_cross_entropy(a.sigmoid(), b.sigmoid()))
 loss(
     "bce_with_logits",
     lambda a, b: F.binary_cross_entropy_with_logits(
-        a, b.sigmoid(), pos_weight=torch.full(a.shape[-1:], 1.5, dtype=a.dtype)
+        a, b.sigmoid(), pos_weight=a.new_full(a.shape[-1:], 1.5)
     ),
 )
 loss("poisson_nll_loss", lambda a, b: F.poisson_nll_loss(a, b.square()))
@@ -881,9 +902,7 @@ loss("hinge_embedding_loss", lambda a, b: F.hinge_embedding_loss(a, b.sign().det
 loss("margin_ranking_loss", lambda a, b: F.margin_ranking_loss(a, b, a.sign().detach(), 0.2))
 loss(
     "cosine_embedding_loss",
-    lambda a, b: F.cosine_embedding_loss(
-        a.flatten(1) + 0.1, b.flatten(1), torch.ones(len(a), dtype=a.dtype)
-    ),
+    lambda a, b: F.cosine_embedding_loss(a.flatten(1) + 0.1, b.flatten(1), a.new_ones(len(a))),
 )
 loss("triplet_margin_loss", lambda a, b: F.triplet_margin_loss(a, b, a.flip(1), eps=1e-3))
 loss(
@@ -964,12 +983,12 @@ op(
     "vector",
 )
 plain(
-    "bucketize", lambda x: x * (1 + torch.bucketize(x.detach(), torch.tensor([-0.5, 0.1, 0.9])) / 4)
+    "bucketize", lambda x: x * (1 + torch.bucketize(x.detach(), x.new_tensor([-0.5, 0.1, 0.9])) / 4)
 )
 plain(
     "searchsorted",
     lambda x: (
-        x * (1 + torch.searchsorted(torch.tensor([-0.4, 0.2, 1.1]), x.detach().contiguous()) / 4)
+        x * (1 + torch.searchsorted(x.new_tensor([-0.4, 0.2, 1.1]), x.detach().contiguous()) / 4)
     ),
 )
 op(
@@ -1013,7 +1032,7 @@ plain(
     lambda x: F.grid_sample(
         x,
         F.affine_grid(
-            torch.eye(2, 3, dtype=x.dtype).expand(len(x), 2, 3) * 0.8
+            torch.eye(2, 3, dtype=x.dtype, device=x.device).expand(len(x), 2, 3) * 0.8
             + x.mean((1, 2, 3))[:, None, None] / 9,
             x.shape,
             align_corners=True,
@@ -1075,12 +1094,20 @@ plain("meshgrid", lambda x: x * torch.meshgrid(x[0, 0, 0], x[0, 1, 0], indexing=
 plain("adjoint", lambda x: x.mT.adjoint().sin(), "sequence")
 plain("ravel", lambda x: x.ravel().cos().view_as(x))
 plain("swapdims", lambda x: x.swapdims(1, 3).sin(), "image")
-plain("take", lambda x: x.take(torch.arange(x.numel()).flip(0).view(x.shape)))
+plain("take", lambda x: x.take(torch.arange(x.numel(), device=x.device).flip(0).view(x.shape)))
 plain(
-    "index_put", lambda a, b: a.index_put((torch.arange(len(a)), torch.tensor(2)), b[:, 0]), arity=2
+    "index_put",
+    lambda a, b: a.index_put(
+        (torch.arange(len(a), device=a.device), torch.tensor(2, device=a.device)), b[:, 0]
+    ),
+    arity=2,
 )
-plain("index_fill", lambda x: x.index_fill(1, torch.tensor([1]), 0.4) * x)
-plain("put", lambda a, b: a.put(torch.tensor([0, 3, 3]), b.flatten()[:3], accumulate=True), arity=2)
+plain("index_fill", lambda x: x.index_fill(1, torch.tensor([1], device=x.device), 0.4) * x)
+plain(
+    "put",
+    lambda a, b: a.put(torch.tensor([0, 3, 3], device=a.device), b.flatten()[:3], accumulate=True),
+    arity=2,
+)
 plain("masked_where", lambda x: torch.masked_fill(x, x.abs() > 1.1, 0.2))
 plain("fliplr", lambda x: x.fliplr().flipud())
 plain("triu", lambda x: x.triu(-1), "image")
@@ -1096,12 +1123,19 @@ for how in ("sum", "prod", "mean", "amax", "amin"):
 for how in ("mean", "amax", "prod"):
     plain(
         f"index_reduce_{how}",
-        lambda a, b, h=how: a.index_reduce(1, torch.tensor([0, 0, 2]), b[:, :3], h),
+        lambda a, b, h=how: a.index_reduce(
+            1, torch.tensor([0, 0, 2], device=a.device), b[:, :3], h
+        ),
         arity=2,
     )
 plain(
     "boolean_index",
-    lambda x: x[:, torch.tensor([True, True, True, True, False, False][: x.shape[1]])][:, :1] * x,
+    lambda x: (
+        x[:, torch.tensor([True, True, True, True, False, False][: x.shape[1]], device=x.device)][
+            :, :1
+        ]
+        * x
+    ),
 )
 plain("index_none", lambda x: x[:, None, ..., ::2].repeat_interleave(2, -1)[:, 0])
 plain("negative_step", lambda x: x.flip(-1)[..., 1:-1].sum(-1, keepdim=True) * x)
@@ -1118,7 +1152,7 @@ plain("randperm", lambda x: x[:, torch.randperm(x.shape[1])])
 plain(
     "multinomial", lambda x: x + x.gather(1, torch.multinomial(x.detach().softmax(1), 1)), "vector"
 )
-plain("rand_mask", lambda x: torch.where(torch.rand(x.shape) > 0.4, x, 0.1 * x))
+plain("rand_mask", lambda x: torch.where(torch.rand(x.shape, device=x.device) > 0.4, x, 0.1 * x))
 plain("normal_noise", lambda x: x + torch.empty_like(x).normal_(0, 0.1))
 plain("feature_alpha_dropout", lambda x: F.feature_alpha_dropout(x, 0.3, True), "image")
 plain(
@@ -1181,8 +1215,14 @@ op("sequence_to_image", lambda r: Module(lambda m, x: m.inner(x).unflatten(-1, (
                                          nn.Linear(6, 16)), "sequence", to="image")  # fmt: skip
 op("vector_to_image", lambda r: nn.Sequential(nn.Linear(6, 64), nn.Unflatten(1, (4, 4, 4))),
    "vector", to="image")  # fmt: skip
-op("vector_to_sequence", lambda r: lambda x: x[:, None] * torch.linspace(-1, 1, 4, dtype=x.dtype)[
-    :, None], "vector", to="sequence")  # fmt: skip
+op(
+    "vector_to_sequence",
+    lambda r: (
+        lambda x: x[:, None] * torch.linspace(-1, 1, 4, dtype=x.dtype, device=x.device)[:, None]
+    ),
+    "vector",
+    to="sequence",
+)
 
 NAMES = tuple(OPS)
 # A network with one of these runs on autograd.

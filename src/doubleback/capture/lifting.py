@@ -40,7 +40,7 @@ from .._torch import (
     special_op_to_preserve_cia,
 )
 from ..errors import CaptureError
-from ..graph import Graph, Meta, Node, Ref, Size, draws, refs
+from ..graph import Graph, Meta, Node, Ref, Size, draws, leaves
 from ..rules import registered, stop_gradient
 
 aten = torch.ops.aten
@@ -401,7 +401,7 @@ class _Converter:
             outputs.append(self.number[node, position])
             for axis, length in enumerate(() if part is None else part.shape):
                 self._symbol(length, (Ref(outputs[-1]), axis))
-        inputs = (*refs(args), *refs(kwargs))
+        inputs = tuple(ref.index for ref in leaves((args, kwargs), Ref))
         self.nodes.append(
             Node(len(self.nodes), node.name, node.target, args, kwargs, inputs, tuple(outputs),
                  many, source(node), _module(node))

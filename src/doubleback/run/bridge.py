@@ -356,7 +356,7 @@ def _managers(leaves: Sequence[Tensor]) -> Iterator[DistributedDataParallel]:
     `.grad`. Whose node lives on is looked for among all objects, once, and noted on the node."""
     unknown = [t for t in leaves if t.requires_grad and _lives_on(t) and not _known(t)]
     if unknown:
-        wrappers = [o for o in gc.get_objects() if issubclass(type(o), DistributedDataParallel)]
+        wrappers = [o for o in _objects() if issubclass(type(o), DistributedDataParallel)]
         owner = {id(p): weakref.ref(ddp) for ddp in wrappers for p in ddp._module_parameters}
         for t in unknown:
             _notes(t)[_VERDICT] = owner.get(id(t), _nobody)
@@ -365,6 +365,18 @@ def _managers(leaves: Sequence[Tensor]) -> Iterator[DistributedDataParallel]:
             ddp = _notes(t).get(_VERDICT, _nobody)()
             if ddp is not None:
                 yield ddp
+
+
+def _objects() -> list[Any]:
+    """All that Python's collector knows. It does not show what `gc.freeze` has put aside, which is
+    therefore put back for a moment."""
+    if not gc.get_freeze_count():
+        return gc.get_objects()
+    gc.collect()  # or what is garbage would be put aside for good
+    gc.unfreeze()
+    objects = gc.get_objects()
+    gc.freeze()
+    return objects
 
 
 def _nobody() -> None:

@@ -167,7 +167,7 @@ def flatten(
     compiler: bool | str,
     pass_inputs: bool = False,
     variant: Variant | None = None,
-    recompute: bool = False,
+    recompute: bool | None = False,
 ) -> Flat:
     """Trace `fn(tensors)`, which returns nested tensors and constants, and compile the trace.
 
@@ -253,7 +253,9 @@ class Replay:
     With a compiler from the first call on; otherwise after `after` calls, node by node until then.
     """
 
-    def __init__(self, compiler: bool | str, after: int | None, recompute: bool = False) -> None:
+    def __init__(
+        self, compiler: bool | str, after: int | None, recompute: bool | None = False
+    ) -> None:
         self.compiler, self.recompute = compiler, recompute
         self.after = 0 if compiler else after
         self.calls = 0
@@ -328,7 +330,7 @@ class Family:
 
     def __init__(
         self, graph: Graph, plan: Plan, make: Callable[[Plan], Any], compiler: bool | str,
-        after: int | None, recompute: bool,
+        after: int | None, recompute: bool | None,
     ) -> None:  # fmt: skip
         self.graph, self.plan, self.make = graph, plan, make
         self.compiler, self.recompute = compiler, recompute

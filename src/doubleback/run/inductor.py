@@ -15,12 +15,15 @@ import operator
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+from torch.utils.flop_counter import flop_registry
 
 from .. import _torch
 from .._torch import FakeTensorMode, OpOverload, TracingContext, tracing
@@ -33,16 +36,15 @@ opaque("held(Tensor t) -> Tensor", Tensor.clone, lambda t: t.new_empty_strided(t
 HELD = torch.ops.doubleback.held.default
 
 
-def hold(module: torch.fx.GraphModule, recompute: bool) -> None:
+def hold(module: torch.fx.GraphModule, recompute: bool | None) -> None:
     """Mark what passes from one sweep to another, as little of it as can be, and
-    take the marks of where sweeps begin out.
+    take the marks of where sweeps begin out. recompute: see `shorten`.
 
     Marked as well is what an index picks from: picked from its inputs, which may be wider, each of
     them would be held.
     """
-    graph = module.graph
-    sweeps = number_sweeps(graph)
-    shorten(graph, sweeps, recompute)
+    graph, sweeps = shorten(module.graph, recompute)
+    module.graph = graph
     for node in list(graph.nodes):
         value = node.meta.get("val")
         if node.op != "call_function" or not isinstance(value, Tensor) or is_view(node):
@@ -73,7 +75,7 @@ def decompositions() -> dict:
 
 
 def compiled(
-    graph: torch.fx.GraphModule, compiler: bool | str, recompute: bool = False
+    graph: torch.fx.GraphModule, compiler: bool | str, recompute: bool | None = False
 ) -> Callable:
     """The graph by Inductor, compiled when first called. Only the modes of `torch.compile` need
     Dynamo, which would trace the straight graph again and look at every input at every call."""
@@ -114,7 +116,7 @@ def _by_inductor(graph: torch.fx.GraphModule, tensors: list[Tensor]) -> Callable
 
 
 def compiled_open(
-    graph: torch.fx.GraphModule, fakes: FakeTensorMode, given: Sequence[Any], recompute: bool
+    graph: torch.fx.GraphModule, fakes: FakeTensorMode, given: Sequence[Any], recompute: bool | None
 ) -> Callable:
     """The graph, traced with open sizes on these stand-ins, by Inductor."""
     hold(graph, recompute)
@@ -209,8 +211,8 @@ def _choices() -> Any:
 # write, a pass to read, and its memory in between. So at each boundary between sweeps the least set
 # of values is found that the later sweeps can be computed from, by a minimum cut through the graph
 # whose capacities are bytes. Products, sums over many numbers and random numbers are never computed
-# twice, and neither, unless it is asked for, is what would have to be written down again for a
-# product to read it.
+# twice. What would have to be written down again, for a product to read it, costs passes over
+# memory: of that as much is computed again as keeps the estimated time within a few percent.
 
 
 # Passes over memory that Inductor fuses with what stands before them, besides pointwise operators.
@@ -225,6 +227,8 @@ _COPIES = {
     aten.where.self, aten.masked_fill.Scalar, aten.masked_fill.Tensor,
 }  # fmt: skip
 LONGEST = 24  # operators in a chain that is computed again
+SLOWER = 0.06  # by how much computing again may raise the estimated time
+FLOPS_PER_BYTE = 128  # operations of a product in the time that one byte takes to or from memory
 
 
 def is_view(node: Node) -> bool:
@@ -261,14 +265,82 @@ def number_sweeps(graph: Graph) -> dict[Node, int]:
     return numbers
 
 
-def shorten(graph: Graph, sweeps: dict[Node, int], recompute: bool) -> None:
-    """Replace what passes from sweep to sweep and can be had again by what it is had from.
+def shorten(graph: Graph, recompute: bool | None) -> tuple[Graph, dict[Node, int]]:
+    """The graph in which what passes from sweep to sweep and can be had again is replaced by what
+    it is had from, and the sweep of each node.
 
-    recompute: also what takes passes of its own over memory, for a product to read it.
+    recompute: whether that may take passes of its own over memory, for a product to read it. None:
+    for as large a share of such values as keeps the estimated time (`traffic`) within `SLOWER`.
     """
+    if recompute is not None:
+        return _cut(graph, float(recompute))
+    least = _cut(deepcopy(graph), 0.0)
+    most = (1 + SLOWER) * traffic(*least)
+    cut = _cut(deepcopy(graph), 1.0)
+    if traffic(*cut) <= most:
+        return cut
+    low, step, best = 0.0, 0.5, least
+    while step > 0.1:  # eighths
+        cut = _cut(deepcopy(graph), low + step)
+        if traffic(*cut) <= most:
+            low, best = low + step, cut
+        step /= 2
+    return best
+
+
+def _cut(graph: Graph, share: float) -> tuple[Graph, dict[Node, int]]:
+    """share: of the values whose computing again costs passes over memory, how many of them."""
+    sweeps = number_sweeps(graph)
+    costly: dict[Node, bool] = {}
     for boundary in range(max(sweeps.values(), default=0) - 1, -1, -1):
-        _Cut(graph, sweeps, boundary, recompute).apply()
+        _Cut(graph, sweeps, boundary, share, costly).apply()
     graph.eliminate_dead_code()
+    return graph, sweeps
+
+
+def traffic(graph: Graph, sweeps: dict[Node, int]) -> float:
+    """What a step costs in bytes to and from memory, products' operations counted as bytes.
+
+    All that reads a value and waits for the same sums and products does so in one pass.
+    """
+    levels: dict[Node, int] = {}  # sums and products before a node, one after another
+    sources: dict[Node, set[Node]] = {}  # what a node is read from, through what is not written
+    passes: set[tuple[Node, int, int]] = set()
+    total = 0.0
+    for node in graph.nodes:
+        level = max((levels[n] for n in node.all_input_nodes), default=0)
+        read = set().union(*(sources[n] for n in node.all_input_nodes))
+        if node.op == "placeholder" or node.op == "get_attr":
+            levels[node], sources[node] = 0, {node}
+            continue
+        if node.op == "output":
+            break
+        if is_view(node) or node.target is operator.getitem:
+            levels[node], sources[node] = level, read
+            continue
+        if _fuses(node):
+            written = node.target in _SUMS or any(
+                not _fuses(reader) or sweeps[reader] > sweeps[node] for reader in readers(node)
+            )
+            if written:
+                total += _bytes(node)
+                passes |= {(n, sweeps[node], level) for n in read}
+            levels[node] = level + (node.target in _SUMS)
+            sources[node] = {node} if written else read
+            continue
+        total += _operations(node) / FLOPS_PER_BYTE + _bytes(node)
+        total += sum(map(_bytes, {_shown(n) for n in node.all_input_nodes}))
+        levels[node], sources[node] = level + 1, {node}
+    return total + sum(_bytes(node) for node, _, _ in passes)
+
+
+def _operations(node: Node) -> int:
+    formula = flop_registry.get(getattr(node.target, "overloadpacket", None))
+    if formula is None:
+        return 0
+    args: Any = map_arg(node.args, lambda n: n.meta["val"])
+    kwargs: Any = map_arg(node.kwargs, lambda n: n.meta["val"])
+    return int(formula(*args, **kwargs, out_val=node.meta["val"]))
 
 
 def _light(node: Node) -> bool:
@@ -290,6 +362,12 @@ def _fuses(node: Node) -> bool:
 
 def _bytes(node: Node) -> int:
     value = node.meta.get("val")
+    if isinstance(value, list | tuple):  # of an operator with several results
+        return sum(map(_size, value))
+    return _size(value)
+
+
+def _size(value: Any) -> int:
     if not isinstance(value, Tensor):
         return 0
     count = 1
@@ -325,9 +403,12 @@ class _Cut:
     """What the sweeps after `boundary` read of those up to it."""
 
     def __init__(
-        self, graph: Graph, sweeps: dict[Node, int], boundary: int, recompute: bool
-    ) -> None:
-        self.graph, self.sweeps, self.boundary, self.recompute = graph, sweeps, boundary, recompute
+        self, graph: Graph, sweeps: dict[Node, int], boundary: int, share: float,
+        costly: dict[Node, bool],
+    ) -> None:  # fmt: skip
+        self.graph, self.sweeps, self.boundary = graph, sweeps, boundary
+        self.share = share
+        self.costly = costly  # nodes that cost passes, and whether they are computed again
         self.written = _written_to(graph)
         self.results = {_shown(n) for n in graph.output_node().all_input_nodes}  # held anyway
         self.again: set[Node] = set()  # nodes that may be computed again
@@ -360,12 +441,17 @@ class _Cut:
         """Whether it would be written down once more for a later reader, or is written down anyway:
         a residual stream, which a product reads and the next layer adds to. Views are judged by
         what they show."""
-        if self.recompute or is_view(node):
+        if self.share == 1 or is_view(node):
             return False
         here = [n for n in readers(node) if self.early(n)]
         late = [n for n in readers(node) if not self.early(n)]
         stream = any(not _fuses(n) for n in here) and any(_light(n) for n in here)
-        return stream or not all(_fuses(n) for n in late)
+        if not stream and all(_fuses(n) for n in late):
+            return False
+        if node not in self.costly:  # every second, every fourth, …
+            count = len(self.costly)
+            self.costly[node] = int((count + 1) * self.share) > int(count * self.share)
+        return not self.costly[node]
 
     def _least(self, ends: list[Node]) -> set[Node]:
         """The values to hold: a minimum cut between what must be held and what is read."""
@@ -398,7 +484,8 @@ class _Cut:
             net.add_edge((node, 1), "sink")
         if "source" not in net:
             return set()
-        _, (near, _) = networkx.minimum_cut(net, "source", "sink")
+        flow = networkx.algorithms.flow.boykov_kolmogorov
+        _, (near, _) = networkx.minimum_cut(net, "source", "sink", flow_func=flow)
         return {node for node in seen if (node, 0) in near and (node, 1) not in near}
 
     def apply(self) -> None:

@@ -198,8 +198,11 @@ _DIRECT = frozenset(
      "native_layer_norm", "convolution", "where", "eq", "exp", "addcmul", "sigmoid", "tanh",
      "select", "gather", "scatter_add", "le")
 )  # fmt: skip
+# reshape: some kernels lay their results out otherwise than their fakes say (hardswish_backward at
+# a permuted gradient), and what was a view there needs a copy here
 _METHODS = {
-    aten.view.default: "view", aten._unsafe_view.default: "view", aten.expand.default: "expand",
+    aten.view.default: "reshape", aten._unsafe_view.default: "reshape",
+    aten.expand.default: "expand",
 }  # fmt: skip
 
 
@@ -212,8 +215,11 @@ def _direct(graph: torch.fx.Graph) -> None:
             continue
         name = node.target._schema.name.removeprefix("aten::")
         if node.target in _METHODS:
+            method = _METHODS[node.target]
+            if method == "reshape" and _written(node):
+                method = "view"  # a copy would lose what is written
             with graph.inserting_before(node):
-                call = graph.call_method(_METHODS[node.target], node.args)
+                call = graph.call_method(method, node.args)
             call.meta = dict(node.meta)
             node.replace_all_uses_with(call)
             graph.erase_node(node)
@@ -237,7 +243,9 @@ def _widen(graph: torch.fx.Graph, node: torch.fx.Node) -> bool:
     rows, users = node.args[0], list(node.users)
     if not isinstance(rows, torch.fx.Node) or len(users) != 1:
         return False
-    if rows.target not in (aten.view.default, "view") or users[0].target not in _RESHAPES:
+    if rows.target not in (aten.view.default, "view", "reshape"):
+        return False
+    if users[0].target not in _RESHAPES:
         return False
     whole = rows.args[0].meta.get("val")  # type: ignore[union-attr]
     wanted, given = users[0].meta["val"].shape, node.meta["val"].shape
