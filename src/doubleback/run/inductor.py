@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
-from torch.utils.flop_counter import flop_registry
 
 from .. import _torch
 from .._torch import FakeTensorMode, OpOverload, TracingContext, tracing
+from ..counting import flop_registry
 from ..graph import draws
 from ..kernels import BOUNDARY, opaque
 
@@ -335,7 +335,7 @@ def traffic(graph: Graph, sweeps: dict[Node, int]) -> float:
 
 
 def _operations(node: Node) -> int:
-    formula = flop_registry.get(getattr(node.target, "overloadpacket", None))
+    formula = flop_registry().get(getattr(node.target, "overloadpacket", None))
     if formula is None:
         return 0
     args: Any = map_arg(node.args, lambda n: n.meta["val"])
