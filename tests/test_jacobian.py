@@ -428,6 +428,16 @@ def test_chunk_follows_the_memory_budget():
         db.Penalised(net, db.Jacobian(memory=1000, plan="rows"))(x)
 
 
+def test_chunk_stays_within_the_caches_of_a_cpu():
+    """Of one value under all seeds of a chunk at most 6 MiB; compiled, all seeds are one graph."""
+    net, x = nn.Sequential(nn.Linear(4, 16384), nn.Linear(16384, 10)), torch.randn(10, 4)
+    for options, chunk in (({}, 4), ({"chunk": 5}, 5)):
+        model = db.Penalised(net, db.Jacobian(plan="rows", **options))
+        assert model.explain(x).as_dict()["plan"]["chunk"] == chunk
+    compiled = db.Penalised(net, db.Jacobian(plan="rows"), compile=True)
+    assert compiled.explain(x).as_dict()["plan"]["chunk"] == 10
+
+
 def test_out_of_memory_halves_the_chunk(monkeypatch):
     net, x = mlp([6, 5, 8]), torch.randn(3, 6)
     whole = db.Penalised(net, db.Jacobian(plan="rows"))(x)[1]

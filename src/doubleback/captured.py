@@ -195,7 +195,8 @@ class CapturedModule(nn.Module):
         with torch.inference_mode(False), torch.enable_grad():
             args, kwargs = call.with_x(call.aliases)
             try:
-                result = capture_of(self.net, self.output)(self.net, swept, args, kwargs)
+                capture = capture_of(self.net, self.output)
+                result = capture(self.net, swept, args, kwargs, at_once=self.strict)
                 return None, call.with_own(result)
             except CaptureError as error:
                 if self.strict:

@@ -349,7 +349,7 @@ class Stages:
         for node, name in zip(placeholders, names, strict=True):
             node.target = node.name = name
         self._constants = flat  # tensors that are part of the graph are its attributes
-        flat.graph.eliminate_dead_code()
+        _prune(flat.graph)
         graph = _torch.fx_graph_cse(flat.graph)
         nodes = _results(graph)
         return graph, {
@@ -462,6 +462,20 @@ def _results(graph: torch.fx.Graph) -> list[torch.fx.Node]:
     return list(graph.output_node().args[0])  # type: ignore[arg-type]
 
 
+def _prune(graph: torch.fx.Graph) -> None:
+    """Erase what nobody reads. PyTorch spares all operators that may draw, such as a fused
+    attention's backward, which would then read cotangents that a pass does not have; none of those
+    here draws."""
+
+    def stays(node: torch.fx.Node) -> bool:
+        schema = getattr(node.target, "_schema", None)
+        return node.op in ("placeholder", "output") or (
+            schema is not None and (schema.is_mutable or not schema.returns)
+        )
+
+    graph.eliminate_dead_code(stays)
+
+
 def _told_apart(graph: torch.fx.Graph, after: Sequence[str]) -> tuple[list[str], list[str]]:
     """A graph's results: those that do not depend on these inputs, and those that do."""
     late: set[torch.fx.Node] = set()
@@ -485,7 +499,7 @@ def _cut_off(
     last = list(dict.fromkeys(last))
     results = [named[name] for name in (*before, *last)]
     copy.output(tuple(results))
-    copy.eliminate_dead_code()
+    _prune(copy)
     for node in list(copy.nodes):
         if node.op == "placeholder":
             if not node.users and node not in results:
@@ -597,7 +611,7 @@ def _extract(
     for node in nodes:
         copies[node] = graph.node_copy(node, lambda n: copies[n])
     graph.output(tuple(copies[n] for n in results))
-    graph.eliminate_dead_code()
+    _prune(graph)
     return graph
 
 
@@ -606,5 +620,5 @@ def _once(graph: torch.fx.Graph, wanted: Sequence[str], again: set[str]) -> torc
     output = graph.output_node()
     results = [n for n in _results(graph) if n.name in wanted or n.name not in again]
     output.args = (tuple(dict.fromkeys(results)),)
-    graph.eliminate_dead_code()
+    _prune(graph)
     return graph

@@ -13,6 +13,7 @@ from .losses import (
 )
 from .many_seeds import Directions, Jacobian, JacobianMatch, LogDet, SpectralNorm
 from .one_seed import BilinearForm, Custom, GradientMatch, LossGradient, OutputGradient, Penalty
+from .thinning import Thinning, at_rows, joined, nothing, refuse_dependent
 
 __all__ = [
     "BilinearForm",
@@ -34,5 +35,10 @@ __all__ = [
     "SpectralNorm",
     "SquaredError",
     "SquaredNorm",
+    "Thinning",
+    "at_rows",
+    "joined",
     "make_loss",
+    "nothing",
+    "refuse_dependent",
 ]
