@@ -11,6 +11,7 @@ from doubleback import spaces
 from doubleback.run import flattening
 
 GRID = (1, 6, 6)
+SOBOLEV = spaces.Sobolev(1.0, (0.2, 0.2))
 
 
 def image_net():
