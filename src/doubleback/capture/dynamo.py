@@ -194,6 +194,7 @@ _SETTINGS = {
     "allow_unspec_int_on_nn_module": True,  # a counter is no reason to capture anew
     "use_numpy_random_stream": True,  # NumPy's numbers, not PyTorch's in their place
     "skip_nnmodule_hook_guards": False,  # hooks may come and go
+    "optimize_ddp": False,  # inside DistributedDataParallel too: one graph, whatever its buckets
     "recompile_limit": MOST,
     "accumulated_recompile_limit": 4 * MOST,
     "fail_on_recompile_limit_hit": False,
@@ -290,11 +291,11 @@ class _Quiet:
             cls.held.pop().__exit__(None, None, None)
 
 
-class _Found(Exception):
+class _Escape(Exception):
     """Carries a graph out of the network's call, so that nothing of it runs."""
 
     def __init__(self, graph: Graph, inputs: Sequence[Any]) -> None:
-        super().__init__("found")
+        super().__init__("a graph, carried out of a call")
         self.graph, self.inputs = graph, inputs
 
 
@@ -316,11 +317,11 @@ def find_graph(
     """The graph that fits this call and the tensors it starts from; the network does not run."""
 
     def escape(graph: Graph, inputs: Sequence[Any]) -> Sequence[Any]:
-        raise _Found(graph, inputs)
+        raise _Escape(graph, inputs)
 
     try:
         capture_of(net, output)(net, escape, args, kwargs, at_once=True)
-    except _Found as escaped:
+    except _Escape as escaped:
         traceback.clear_frames(escaped.__traceback__)
         return escaped.graph, escaped.inputs
     raise CaptureError(f"{type(net).__name__} calls no operator of PyTorch")
@@ -476,8 +477,8 @@ class Surroundings:
 
     def _asked(self) -> tuple[bool, ...]:
         """Of each parameter, whether a gradient is asked for."""
-        found = (m.parameters(recurse=False) for ref in self._modules if (m := ref()) is not None)
-        return tuple([p.requires_grad for each in found for p in each])
+        living = [m for module in self._modules if (m := module()) is not None]
+        return tuple([p.requires_grad for m in living for p in m.parameters(recurse=False)])
 
 
 def _watched(modules: list[nn.Module]) -> Iterator[tuple[Any, Any]]:

@@ -20,6 +20,7 @@ from .._torch import pytree
 from ..captured import Way
 from ..errors import CheckError, DoublebackError, InputError
 from ..penalised import Penalised, WithGradient, accumulate_on_autograd, on_autograd
+from ..penalties import Thinning
 
 Model = Penalised | WithGradient
 
@@ -215,6 +216,8 @@ class _Twins:
                 memo[id(original)] = shared
         twin = copy.deepcopy(self.model, memo).double()
         self.net = twin.net
+        if isinstance(twin, Penalised):
+            twin.thinning = Thinning()  # the whole penalty, at every call
         for name, value in options.items():
             setattr(twin, name, value)
         return twin

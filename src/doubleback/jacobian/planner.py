@@ -18,11 +18,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import flop_registry
 
 from .. import sweeps
 from .._torch import FakeTensorMode, TorchDispatchMode, pytree
-from ..counting import Operations, recording
+from ..counting import Operations, flop_registry, recording
 from ..errors import InputError, PenaltyWarning
 from ..plan import Plan
 from ..rules import add
@@ -34,6 +33,10 @@ if TYPE_CHECKING:
     from ..penalties import Jacobian
 
 MANY_SEEDS = 8192  # beyond, a user has to insist
+
+# On a CPU: bytes of the largest value under the seeds of one chunk. Beyond, kernels wait for memory
+# and the allocator for pages, which costs more than calls for fewer seeds at a time.
+NEARBY = 6 * 2**20
 
 # ----------------------------------------------------------------------------------------- prices
 
@@ -72,7 +75,7 @@ class Meter(TorchDispatchMode):
             self._highest = max(self._highest, self._recent.popleft())
         self._products = {k: ago + 1 for k, ago in self._products.items() if ago < NEAR - 1}
         out = func(*args, **kwargs)
-        formula = flop_registry.get(getattr(func, "_overloadpacket", None))
+        formula = flop_registry().get(getattr(func, "_overloadpacket", None))
         if formula is not None:
             self.flops += formula(*args, **kwargs, out_val=out)
         for t in pytree.tree_leaves(out):
@@ -293,7 +296,9 @@ def _run(program: JacobianProgram, size: int) -> Run:
             cost.part_peak = peak - cost.kept
             grads = {program.plan.target: torch.empty_like(out)}
             held, cost.close_flops, cost.close_operations, cost.close_peak = phase(
-                lambda: program._close(swept, sources, values.sum(), grads, keep=False)
+                lambda: next(
+                    program._close(swept, sources, values.sum(), grads, False, program.plan.whole)
+                )
             )
             cost.fixed_written = meter.written - cost.part_written
             del held, outputs
@@ -442,7 +447,7 @@ def plan_jacobian(plan: Plan, penalty: Jacobian, debug: bool, replay: Replay) ->
     candidate = by_name[name]
     if name == "rows" and penalty.whole:
         _check_seeds(candidate.seeds, penalty)
-    chunk = _chunk(plan, candidate, penalty, prices, budget)
+    chunk = _chunk(plan, candidate, penalty, prices, budget, bool(replay.compiler))
     shortcuts = _shortcuts(candidate, penalty)
     decision = Decision(name, chunk, budget, excluded, shortcuts, prices)
     return JacobianProgram(
@@ -483,13 +488,17 @@ def _choose(
     return min(fits, key=lambda n: profiles[n].cost(profiles[n].seeds))
 
 
-def _chunk(plan: Plan, candidate: Candidate, penalty: Jacobian, prices: Prices, budget: int) -> int:
+def _chunk(
+    plan: Plan, candidate: Candidate, penalty: Jacobian, prices: Prices, budget: int, fused: bool
+) -> int:
+    """fused: a compiler makes one graph of all seeds, which keeps little of them."""
     if not candidate.divisible:
         return candidate.seeds
     if penalty.chunk is not None:
         return min(penalty.chunk, candidate.seeds)
-    if penalty.memory is None and _surely_fits(plan, candidate.seeds, budget):
-        return candidate.seeds
+    most = candidate.seeds if fused else _nearby(plan, candidate.seeds)
+    if penalty.memory is None and _surely_fits(plan, most, budget):
+        return _even(candidate.seeds, most)
     cost = prices(candidate.name)
     chunk = cost.largest_chunk(budget)
     if chunk == 0:
@@ -497,7 +506,21 @@ def _chunk(plan: Plan, candidate: Candidate, penalty: Jacobian, prices: Prices, 
             f"memory={budget} bytes is too small for even one seed, which takes "
             f"{cost.peak_bytes(1)}; raise it, or make the batch smaller"
         )
-    return -(-candidate.seeds // -(-candidate.seeds // chunk))  # parts of equal size
+    return _even(candidate.seeds, min(chunk, most))
+
+
+def _even(seeds: int, most: int) -> int:
+    """Parts of equal size, none above `most`."""
+    return -(-seeds // -(-seeds // most))
+
+
+def _nearby(plan: Plan, seeds: int) -> int:
+    """How many seeds at a time a CPU sweeps best."""
+    swept = [plan.graph.values[v] for s in plan.steps if any(s.pull) for v in s.node.outputs]
+    metas = [m for m in swept if m is not None]
+    if not metas or metas[0].device.type != "cpu":
+        return seeds
+    return max(1, min(seeds, NEARBY // max(1, *(m.bytes for m in metas))))
 
 
 def _surely_fits(plan: Plan, seeds: int, budget: int) -> bool:
