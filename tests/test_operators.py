@@ -71,6 +71,26 @@ def test_convolutions(case):
     assert db.check_adjoint(*case).worst <= EXACT
 
 
+@pytest.mark.parametrize("after, before", [(1, 1), (6, 1), (5, 3), (20, 3)])
+@pytest.mark.parametrize(
+    "kernel, padding, dilation, stride",
+    [((3, 3), (1, 1), (1, 1), 1), ((5, 2), (0, 1), (1, 2), 1), ((3, 3), (4, 0), (1, 1), 1),
+     ((3, 3), (1, 1), (1, 1), 2)],
+)  # fmt: skip
+def test_transposes_in_single_precision(after, before, kernel, padding, dilation, stride):
+    """Where few channels are given, they are computed by a convolution of their own."""
+    op = Convolution((stride, stride), padding, dilation)
+    weight, x = r(after, before, *kernel).float(), r(3, before, 9, 11).float()
+    y = torch.randn_like(op.forward(weight, x))
+    single = op.adjoints(x, weight, y, x.shape, weight.shape, (True, True, True))
+    wide = (t.double() for t in (y, x, weight))
+    options = ([stride] * 2, padding, dilation, False, [0, 0], 1, [True] * 3)
+    stock = torch.ops.aten.convolution_backward(*wide, [after], *options)
+    for found, expected in zip(single, stock, strict=True):
+        assert found.shape == expected.shape
+        assert (found - expected).norm() <= 1e-6 * expected.norm()
+
+
 @st.composite
 def local(draw):
     n = draw(st.integers(1, 2))

@@ -7,7 +7,7 @@ from typing import Any
 
 from .counting import Operations
 from .jacobian import Decision, price_sweeps
-from .penalties import Penalty
+from .penalties import Penalty, Thinning
 from .plan import Plan, Step
 from .rules import Structure
 from .run import Program
@@ -33,6 +33,7 @@ class Explanation:
     peak_bytes: int | None = None
     plan: dict[str, Any] = field(default_factory=dict)
     way: str = ""
+    thinning: Thinning = field(default_factory=Thinning)
 
     @property
     def total(self) -> dict[str, int]:
@@ -44,6 +45,11 @@ class Explanation:
     def price(self) -> float | None:
         """A step's FLOPs in those of a plain training step, which has no penalty."""
         return self.flops / self.plain_flops if self.flops and self.plain_flops else None
+
+    @property
+    def average_price(self) -> float | None:
+        """The same of an average step, where not every call or row is penalised."""
+        return None if self.price is None else self.thinning.price(self.price)
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -60,6 +66,7 @@ class Explanation:
             "plain_flops": self.plain_flops,
             "flops": self.flops,
             "price": self.price,
+            "average_price": self.average_price,
             "peak_bytes": self.peak_bytes,
             "plan": self.plan,
             "way": self.way,
@@ -86,6 +93,10 @@ class Explanation:
             )
         if self.price is not None:
             lines.append(f"expected price: {self.price:.2g} plain steps, by FLOPs")
+        if self.thinning and self.average_price is not None:
+            lines.append(
+                f"penalised: {self.thinning}, which makes {self.average_price:.3g} on average"
+            )
         if self.way:
             lines.append(f"runs by {self.way}")
         lines += self._plan_lines()

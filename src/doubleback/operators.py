@@ -29,6 +29,7 @@ from .kernels import (
     Depthwise,
     Part,
     Strided,
+    Turned,
     affine_rows,
     local_product,
     local_transpose,
@@ -658,6 +659,14 @@ class Convolution(Operator):
         options = (self.stride, self.padding, self.dilation, self.groups)
         return Depthwise.where_faster(part, tensors, x_shape, weight_shape, *options)
 
+    def _transposes(
+        self, weight: Tensor | None, y: Tensor, x_shape: Sequence[int], weight_shape: Sequence[int]
+    ) -> Depthwise | Strided | Turned | None:
+        """Another way to compute Kᵀ, likewise."""
+        options = (self.stride, self.padding, self.dilation, self.groups)
+        turned = None if self.transposed else Turned.where_faster(y, weight_shape, *options)
+        return turned or self._instead("Kᵀ", (y, weight), x_shape, weight_shape)
+
     def folds(self, device: torch.device, weight_shape: Sequence[int], part: Part = "K") -> bool:
         """Whether blocks of x become channels for this, which any layout of x is read for."""
         options = (self.stride, self.padding, self.dilation, self.groups)
@@ -708,7 +717,7 @@ class Convolution(Operator):
         """
         counted(transpose=int(wanted[0]), weight_adjoint=int(wanted[1]))
         shapes = (x_shape, weight_shape)
-        turned = self._instead("Kᵀ", (y, weight), *shapes) if wanted[0] else None
+        turned = self._transposes(weight, y, *shapes) if wanted[0] else None
         crossed = self._instead("K□", (x, y), *shapes) if wanted[1] else None
         dx = dw = db = None
         if turned is not None and weight is not None:

@@ -24,7 +24,12 @@ from .penalties import (
     LossName,
     OutputGradient,
     Penalty,
+    Thinning,
+    at_rows,
+    joined,
     make_loss,
+    nothing,
+    refuse_dependent,
 )
 from .plan import Plan
 from .run import (
@@ -84,6 +89,12 @@ class Penalised(CapturedModule):
     sweeps: False: autograd computes everything; True: sweeps wherever the network can be captured;
         None: on a CPU, from the second call on, whichever is quicker by the network's sizes, as
         `explain` shows. The numbers are the same to rounding.
+    every, fraction: in training mode, the penalty of one call out of so many only, times `every`,
+        zero in the others; and of so large a part of its rows, drawn at random without replacement.
+        On average that is the whole penalty and its gradient, for less than its price
+        (docs/penalties.md). `calls` counts the calls: it is no part of `state_dict`, and may be
+        set. In evaluation mode and without gradients every call has its whole penalty.
+    generator: draws the rows; None: PyTorch's own.
 
     >>> import torch, doubleback as db
     >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3))
@@ -109,6 +120,9 @@ class Penalised(CapturedModule):
         cuda_graph: bool = False,
         recompute: bool | None = None,
         sweeps: bool | None = None,
+        every: int = 1,
+        fraction: float = 1.0,
+        generator: torch.Generator | None = None,
     ) -> None:
         if not isinstance(penalty, Penalty):
             raise InputError(
@@ -119,6 +133,9 @@ class Penalised(CapturedModule):
             debug=debug, flatten_after=flatten_after, recompute=recompute, sweeps=sweeps,
         )  # fmt: skip
         self.penalty = penalty
+        self.thinning = Thinning(every, fraction, generator)
+        self.thinning.check(penalty.reduction)
+        self.calls = 0
         self.cuda_graph = cuda_graph
         if cuda_graph and penalty.no_graph is not None:
             raise InputError(penalty.no_graph)
@@ -127,7 +144,9 @@ class Penalised(CapturedModule):
 
         def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, Tensor]: ...
 
-    _transient = CapturedModule._transient | {"_graphed", "_pairs", "_carried", "_warned_of_graph"}
+    _transient = CapturedModule._transient | {
+        "_graphed", "_pairs", "_carried", "_warned_of_graph", "_apart",
+    }  # fmt: skip
 
     def _reset(self) -> None:
         super()._reset()
@@ -135,6 +154,7 @@ class Penalised(CapturedModule):
         self._pairs: dict[Any, Any] = {}  # None: refused
         self._carried: dict[Any, Tensor] = {}  # singular vectors, from call to call
         self._warned_of_graph = False
+        self._apart: set[int] = set()  # batches whose examples do not depend on one another
 
     # ------------------------------------------------------------------------------ calls
 
@@ -151,6 +171,52 @@ class Penalised(CapturedModule):
 
     def _forward(self, *args: Any, **kwargs: Any) -> tuple[Any, Tensor]:
         """(what net returns, the penalty)."""
+        if self.thinning and self.training and torch.is_grad_enabled():
+            return self._thinned(args, kwargs)
+        return self._whole(args, kwargs)
+
+    def _thinned(self, args: tuple, kwargs: Mapping[str, Any]) -> tuple[Any, Tensor]:
+        """The same where the penalty is not that of every call, or not of every row."""
+        thinning, reduction = self.thinning, self.penalty.reduction
+        call = self._call(args, kwargs)
+        batch = self._rows(call)
+        turn = self.calls % thinning.every == 0
+        if not turn:
+            result = self._plain(call, (args, kwargs))
+            out = choose_output(result, self.output)
+            self.penalty.check(out.shape, call.x, *call.extra)
+            penalty = nothing(out, batch, reduction)
+        elif (count := thinning.count(batch)) == batch:
+            result, penalty = self._whole(args, kwargs)
+            penalty = thinning.every * penalty
+        else:
+            rows = thinning.draw(batch, call.x[0].device)
+            if batch not in self._apart:
+                plain = partial(self._plain, call)
+                refuse_dependent(self.net, plain, (args, kwargs), rows[0], batch)
+                self._apart.add(batch)
+            some, others = (at_rows((args, kwargs), part, batch) for part in rows)
+            first, penalty = self._whole(*some)
+            result = joined((first, self._plain(call, others)), rows)
+            penalty = thinning.weight(batch, count, reduction) * penalty
+        self.calls += 1
+        return result, penalty
+
+    def _rows(self, call: Arguments) -> int:
+        sizes = {x.shape[0] if x.dim() else None for x in call.x}
+        if len(sizes) > 1 or None in sizes:
+            raise InputError(
+                "every and fraction need one batch of examples: the penalised inputs have shapes "
+                f"{', '.join(str(tuple(x.shape)) for x in call.x)}"
+            )
+        return sizes.pop()  # type: ignore[return-value]
+
+    def _plain(self, call: Arguments, given: tuple) -> Any:
+        """The network by itself, on arguments like those of a call."""
+        args, kwargs = given
+        return self.net(*args[: len(args) - len(call.extra)], **kwargs)
+
+    def _whole(self, args: tuple, kwargs: Mapping[str, Any]) -> tuple[Any, Tensor]:
         call = self._call(args, kwargs)
         gradients = torch.is_grad_enabled()
         penalties: list[Tensor] = []
@@ -219,13 +285,26 @@ class Penalised(CapturedModule):
                 "accumulate holds the loss's target constant, but it requires grad: detach it, or "
                 "call the model and backward() for its gradient"
             )
+        if self.thinning and self.training:
+            turn = self.calls % self.thinning.every == 0
+            if not turn or self.thinning.fraction < 1:
+                run = partial(self._thinned, args, kwargs)
+                return accumulated(self, run, own_loss, target, weight)
+            self.calls += 1
+            found = self._accumulate_whole(call, own_loss, target, self.thinning.every * weight)
+            return *found[:2], self.thinning.every * found[2]
+        return self._accumulate_whole(call, own_loss, target, weight)
+
+    def _accumulate_whole(
+        self, call: Arguments, own_loss: Loss | None, target: Any, weight: float
+    ) -> tuple[Any, Tensor, Tensor]:
         told: list[Tensor] = []
         pairs: list[tuple[Tensor, Tensor]] = []
         lent: list[bool] = []
 
         def run(graph: Graph, inputs: Sequence[Any]) -> Sequence[Any]:
             site = self._site(graph, inputs, call)
-            if own_loss is not None:
+            if own_loss is not None and not self.penalty.shares(own_loss):
                 own_loss.check(site.shape, target)
             program, state = self._program(site, True, copies=False, loss=own_loss)
             plan = program.plan
@@ -310,7 +389,10 @@ class Penalised(CapturedModule):
         flat = self.flatten_after is not None and not self.debug
         program, _ = self._program(site, gradients=True)
         program = program.to_price(Replay(False, 0 if flat else None))
-        told = replace(explain(program), penalty=repr(self.penalty), way=self._way(site))
+        told = replace(
+            explain(program), penalty=repr(self.penalty), way=self._way(site),
+            thinning=self.thinning,
+        )  # fmt: skip
         try:
             cost = price(program, call.constants, twice=flat)
         except (RuntimeError, TypeError):  # an operator that no fake tensor can run
@@ -318,7 +400,8 @@ class Penalised(CapturedModule):
         return replace(told, flops=cost.flops, peak_bytes=cost.peak_bytes)
 
     def extra_repr(self) -> str:
-        return f"penalty={self.penalty!r}, compile={self.compile_mode!r}"
+        thin = f", penalised: {self.thinning}" if self.thinning else ""
+        return f"penalty={self.penalty!r}, compile={self.compile_mode!r}{thin}"
 
     # -------------------------------------------------------------------------- arguments
 
@@ -491,10 +574,17 @@ def accumulate_on_autograd(
     model: Penalised, call: Arguments, loss: Any, target: Any, weight: float, way: Way = "patched"
 ) -> tuple[Any, Tensor, Tensor]:
     """(result, loss, penalty), their gradients added to the parameters'."""
+    return accumulated(model, partial(on_autograd, model, call, way), loss, target, weight)
+
+
+def accumulated(
+    model: Penalised, run: Callable[[], tuple[Any, Tensor]], loss: Any, target: Any, weight: float
+) -> tuple[Any, Tensor, Tensor]:
+    """The same for what `run` yields: the network's result and a penalty."""
     if several():
         refuse_inside_forward()
     with torch.enable_grad():
-        result, penalty = on_autograd(model, call, way)
+        result, penalty = run()
         out = choose_output(result, model.output)
         value = torch.zeros((), device=out.device)
         if loss is not None:

@@ -34,6 +34,10 @@ if TYPE_CHECKING:
 
 MANY_SEEDS = 8192  # beyond, a user has to insist
 
+# On a CPU: bytes of the largest value under the seeds of one chunk. Beyond, kernels wait for memory
+# and the allocator for pages, which costs more than calls for fewer seeds at a time.
+NEARBY = 6 * 2**20
+
 # ----------------------------------------------------------------------------------------- prices
 
 
@@ -443,7 +447,7 @@ def plan_jacobian(plan: Plan, penalty: Jacobian, debug: bool, replay: Replay) ->
     candidate = by_name[name]
     if name == "rows" and penalty.whole:
         _check_seeds(candidate.seeds, penalty)
-    chunk = _chunk(plan, candidate, penalty, prices, budget)
+    chunk = _chunk(plan, candidate, penalty, prices, budget, bool(replay.compiler))
     shortcuts = _shortcuts(candidate, penalty)
     decision = Decision(name, chunk, budget, excluded, shortcuts, prices)
     return JacobianProgram(
@@ -484,13 +488,17 @@ def _choose(
     return min(fits, key=lambda n: profiles[n].cost(profiles[n].seeds))
 
 
-def _chunk(plan: Plan, candidate: Candidate, penalty: Jacobian, prices: Prices, budget: int) -> int:
+def _chunk(
+    plan: Plan, candidate: Candidate, penalty: Jacobian, prices: Prices, budget: int, fused: bool
+) -> int:
+    """fused: a compiler makes one graph of all seeds, which keeps little of them."""
     if not candidate.divisible:
         return candidate.seeds
     if penalty.chunk is not None:
         return min(penalty.chunk, candidate.seeds)
-    if penalty.memory is None and _surely_fits(plan, candidate.seeds, budget):
-        return candidate.seeds
+    most = candidate.seeds if fused else _nearby(plan, candidate.seeds)
+    if penalty.memory is None and _surely_fits(plan, most, budget):
+        return _even(candidate.seeds, most)
     cost = prices(candidate.name)
     chunk = cost.largest_chunk(budget)
     if chunk == 0:
@@ -498,7 +506,21 @@ def _chunk(plan: Plan, candidate: Candidate, penalty: Jacobian, prices: Prices, 
             f"memory={budget} bytes is too small for even one seed, which takes "
             f"{cost.peak_bytes(1)}; raise it, or make the batch smaller"
         )
-    return -(-candidate.seeds // -(-candidate.seeds // chunk))  # parts of equal size
+    return _even(candidate.seeds, min(chunk, most))
+
+
+def _even(seeds: int, most: int) -> int:
+    """Parts of equal size, none above `most`."""
+    return -(-seeds // -(-seeds // most))
+
+
+def _nearby(plan: Plan, seeds: int) -> int:
+    """How many seeds at a time a CPU sweeps best."""
+    swept = [plan.graph.values[v] for s in plan.steps if any(s.pull) for v in s.node.outputs]
+    metas = [m for m in swept if m is not None]
+    if not metas or metas[0].device.type != "cpu":
+        return seeds
+    return max(1, min(seeds, NEARBY // max(1, *(m.bytes for m in metas))))
 
 
 def _surely_fits(plan: Plan, seeds: int, budget: int) -> bool:

@@ -27,6 +27,7 @@ from .launch import (
 from .pointwise import cleared, curvature, fused_curvature, second
 from .products import (
     Strided,
+    Turned,
     affine_rows,
     local_product,
     local_transpose,
@@ -59,6 +60,7 @@ __all__ = [
     "Part",
     "Point",
     "Strided",
+    "Turned",
     "affine",
     "affine_rows",
     "attention_backward",

@@ -9,9 +9,10 @@ becomes of the others stands above each.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -182,6 +183,49 @@ class Strided:
         folded = folded.permute(0, 3, 1, 2)
         product = aten.convolution_backward(y, folded, like, None, *_UNIT, [False, True, False])[1]
         return self.unfilters(product), total
+
+
+# Transposes on a CPU -----------------------------------------------------------------------------
+#
+# At stride 1 the transpose is a convolution of y with the filters turned round,
+#
+#     x[i] = Σ_k θ[k] y[i − k] = Σ_k θ[K−1−k] y[i + k − (K−1)],
+#
+# which fills up no channels where y has fewer than the processor multiplies at once: PyTorch's
+# gradient kernel does.
+
+
+class Turned(NamedTuple):
+    """Such a convolution; padding: of y."""
+
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+
+    @classmethod
+    def where_faster(
+        cls, y: Tensor, weight_shape: Sequence[int], stride: Sequence[int], padding: Sequence[int],
+        dilation: Sequence[int], groups: int,
+    ) -> Turned | None:  # fmt: skip
+        """None where PyTorch's own transpose is as good."""
+        if y.device.type != "cpu" or y.dtype != torch.float32 or groups != 1 or max(stride) > 1:
+            return None
+        if weight_shape[0] >= _width() or len(weight_shape) != 4:
+            return None
+        parts = zip(weight_shape[2:], padding, dilation, strict=True)
+        left = tuple(d * (k - 1) - p for k, p, d in parts)
+        return cls(left, tuple(dilation)) if min(left) >= 0 else None
+
+    def transpose(self, weight: Tensor, y: Tensor) -> Tensor:
+        turned = weight.flip(2, 3).transpose(0, 1)
+        return aten.convolution(
+            y, turned, None, (1, 1), self.padding, self.dilation, False, (0, 0), 1
+        )
+
+
+@functools.cache
+def _width() -> int:
+    """Numbers of 32 bits that the processor multiplies at once."""
+    return 16 if "AVX512" in torch.backends.cpu.get_cpu_capability() else 8
 
 
 def _filled(channels: int, pixels: int) -> int:

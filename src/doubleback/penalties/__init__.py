@@ -12,7 +12,19 @@ from .losses import (
     make_loss,
 )
 from .many_seeds import Directions, Jacobian, JacobianMatch, LogDet, SpectralNorm
-from .one_seed import BilinearForm, Custom, GradientMatch, LossGradient, OutputGradient, Penalty
+from .one_seed import (
+    BilinearForm,
+    Custom,
+    GradientMatch,
+    LossGradient,
+    OutputGradient,
+    Penalty,
+    Thinning,
+    at_rows,
+    joined,
+    nothing,
+    refuse_dependent,
+)
 
 __all__ = [
     "BilinearForm",
@@ -34,5 +46,10 @@ __all__ = [
     "SpectralNorm",
     "SquaredError",
     "SquaredNorm",
+    "Thinning",
+    "at_rows",
+    "joined",
     "make_loss",
+    "nothing",
+    "refuse_dependent",
 ]

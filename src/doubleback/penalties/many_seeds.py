@@ -37,7 +37,8 @@ class Jacobian(Penalty):
     projections: None for the exact value; n for an unbiased estimate from n random orthogonal
         directions of the output, D/n·Σ‖J*vᵢ‖² with D outputs.
     chunk: how many seeds are swept at once, folded into the batch; None: as many as fit into
-        `memory`. Fewer seeds take less memory, more are faster; the result is the same.
+        `memory` and, on a CPU, into its caches. Fewer seeds take less memory, more take fewer
+        calls; the result is the same.
     entries: which outputs count: None for all of an output of shape (batch, C); a list of
         entries (numbers, or index tuples into one example's output); "all" for every entry of
         an output of any shape, however many.

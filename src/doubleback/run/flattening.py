@@ -26,7 +26,7 @@ from torch import Tensor
 from .. import _torch
 from .._torch import FakeTensorMode, make_fx, pytree
 from ..counting import Operations, recording, replayed
-from ..errors import RuleError
+from ..errors import RuleError, let_through
 from ..graph import Graph, Node, compile_sizes
 from ..kernels import for_compiler
 from ..plan import Plan
@@ -314,6 +314,7 @@ class Replay:
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:
+                let_through(error)
                 if self.compiler:
                     raise RuleError(
                         f"the sweeps cannot be flattened for compile={self.compiler!r}: {error}; "
@@ -470,7 +471,8 @@ class Variant:
                 remember(self._flat, key, flat)
             except torch.OutOfMemoryError:
                 raise
-            except Exception:
+            except Exception as error:
+                let_through(error)
                 if self.family.compiler:
                     raise
                 self.family.give_up()
