@@ -276,6 +276,11 @@ class Penalised(CapturedModule):
     ) -> tuple[Any, Tensor, Tensor]:
         if not isinstance(weight, (int, float)):
             raise InputError(f"weight must be a number, not {type(weight).__name__}")
+        if any(base.__name__ == "FSDPModule" for base in type(self).__mro__):
+            raise InputError(
+                "accumulate of a model that fully_shard has wrapped, whose parameters are whole "
+                "inside its forward alone; call model(x, …) and backward()"
+            )
         own_loss, args, target = self._loss(loss, args)
         call = self._call(args, kwargs)
         if self.penalty.own_loss is not None:
