@@ -24,10 +24,10 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
-from torch.utils.flop_counter import flop_registry
 
 from .. import _torch
 from .._torch import FakeTensorMode, OpOverload, TracingContext, tracing
+from ..counting import flop_registry
 from ..graph import draws
 from ..kernels import BOUNDARY, opaque
 
@@ -343,7 +343,7 @@ def traffic(graph: Graph, sweeps: dict[Node, int]) -> float:
 def _operations(node: Node) -> int:
     """Of a product, at the sizes that the graph was made at: a question about an open size would
     close it."""
-    formula = flop_registry.get(getattr(node.target, "overloadpacket", None))
+    formula = flop_registry().get(getattr(node.target, "overloadpacket", None))
     if formula is None:
         return 0
 
