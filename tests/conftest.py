@@ -7,7 +7,6 @@ the same examples in every run.
 import gc
 import logging
 import os
-from collections.abc import Iterator
 
 import hypothesis
 import pytest
@@ -32,12 +31,11 @@ logging.getLogger("torch.__trace").propagate = True
 
 
 @pytest.fixture(autouse=True, scope="module")
-def frozen() -> Iterator[None]:
+def nothing_old_is_collected() -> None:
     """What is there before a module's tests, imports and PyTorch's caches, is no garbage: the
     collector need not look through it again and again."""
     gc.collect()
     gc.freeze()
-    yield
 
 
 _common = {
