@@ -3,7 +3,7 @@
 # make examples   every application in its default size, and the gallery that shows them
 # make test   what CI runs: linters, types, tests
 # make fuzz   random networks against stock autograd: ARGS="--networks 1000 --jobs 8 --json benchmarks/results/fuzz.json"
-# make fuzz-faults   steps that fail and are interrupted, at every place: tests/test_faults.py
+# make fuzz-faults   steps that fail and are interrupted, at every place; training that is killed
 # make mutate   small errors put into the formulas, which the tests must notice: ARGS="--mutants 200"
 # make docs   the site, under build/site; a warning is an error
 # make test-zoo   other people's networks (timm, transformers, …) against stock autograd: an hour
@@ -80,7 +80,8 @@ fuzz: $(STAMP)
 	@OMP_NUM_THREADS=1 $(BIN)/python tools/fuzz.py $(ARGS)
 
 fuzz-faults: $(STAMP)
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "long or not long" tests/test_faults.py $(ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "long or not long" tests/test_faults.py \
+	  tests/test_train.py $(ARGS)
 
 mutate: $(STAMP)
 	@OMP_NUM_THREADS=1 $(BIN)/python tools/mutate.py $(ARGS)

@@ -43,6 +43,7 @@ from measuring import (
     versions,
     write,
 )
+from profile_step import kernels, kinds
 from timing import alone, plan_repeats, summary
 
 HERE = Path(__file__).resolve().parent
@@ -66,9 +67,7 @@ def arguments() -> argparse.Namespace:
     add("--seconds", type=float, default=1.5, help="at most, for these steps")
     add("--compile-seconds", type=float, default=600.0, help="for all compilations together")
     add("--row-seconds", type=float, default=90.0, help="for measuring one row")
-    add(
-        "--gates", type=Path, help="folder of locks, shared with benchmarks that run meanwhile"
-    )
+    add("--gates", type=Path, help="folder of locks, shared with benchmarks that run meanwhile")
     add("--out", type=Path, help="JSON file, rewritten after each row")
     add("--row", nargs=2, metavar=("NET", "DTYPE"), help=argparse.SUPPRESS)
     add("--folder", type=Path, help=argparse.SUPPRESS)
@@ -195,6 +194,10 @@ class Row:
             column["peak_mib"] = (torch.cuda.max_memory_allocated() - before) / 2**20
         net.zero_grad(set_to_none=True)
 
+    def profile(self, method: str) -> None:
+        net, sets = self.layout(methods.parse(method)[1])
+        self.columns[method]["kinds_ms"] = kinds(kernels(self.steps[method], net, sets, 3)[0])
+
     def timed(self, method: str, count: int) -> list[float]:
         net, sets = self.layout(methods.parse(method)[1])
         return time_steps(self.steps[method], net, sets, count)
@@ -249,6 +252,11 @@ class Row:
                         times += self.timed(method, max(1, round(counts[method] / ROUNDS)))
         for method, times in samples.items():
             self.columns[method] |= summary(times)
+        if self.cuda:
+            for method in self.steps:
+                base = methods.parse(method)[0]
+                if base.compiled and not base.peer and not methods.captures(method):
+                    self.attempt(method, self.profile)
         price(self.columns)
         self.facts["complete"] = True
         self.save()
@@ -258,11 +266,31 @@ def on_the_host(gradients: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: g.double().cpu() for name, g in gradients.items()}
 
 
+# What arithmetic asks of a penalised step, over a plain one: a product of the network is taken four
+# times instead of twice and has two weight gradients instead of one; attention takes 27 products of
+# its tiles for 7 (docs/benchmarks.md counts them); what passes over memory does so twice.
+LEAST = {"products": 2.0, "attention": 27 / 7, "passes": 2.0}
+
+
+def floor(kinds_ms: dict[str, float]) -> float:
+    """The price below which arithmetic forbids a step whose plain one spends its time so.
+
+    >>> round(floor({"products": 6.0, "attention": 1.0, "passes": 3.0}), 2)
+    2.19
+    """
+    return sum(LEAST[name] * ms for name, ms in kinds_ms.items()) / sum(kinds_ms.values())
+
+
 def price(columns: dict[str, dict[str, Any]]) -> None:
     """To each penalised method its price: over the fastest plain step of its own launch kind, which
     is named beside it; memory over that of the plain step that allocates least."""
+    for column in columns.values():
+        if sum(column.get("kinds_ms", {}).values()):
+            column["floor"] = floor(column["kinds_ms"])
     for method, column in columns.items():
         base = methods.parse(method)[0]
+        if base.penalised:
+            column.pop("floor", None)
         if not base.penalised or column.get("ms") is None:
             continue
         plain = {
@@ -304,6 +332,8 @@ def show(row: dict[str, Any]) -> None:
             parts.append(f"{column['price']:5.2f} × {column['over']}")
         if column.get("gradient_error") is not None:
             parts.append(f"error {column['gradient_error']:.1e}")
+        if column.get("floor"):
+            parts.append(f"floor {column['floor']:.2f}")
         if column.get("memory_price"):
             parts.append(f"memory {column['memory_price']:.2f} ×")
         print(f"  {method:<42} " + "  ".join(parts), flush=True)

@@ -26,8 +26,8 @@ from measuring import DTYPES, allow_tf32, hardware, versions
 FAMILIES = {
     "fused (Inductor)": r"^triton_|cpp_fused|CompiledFxGraph",
     "copy and layout": r"memcpy|memset|copy|nchwToNhwc|nhwcToNchw|transpose|im2col|fill",
-    "attention": r"flash|fmha|attention|sdpa",
-    "convolution": r"conv|fprop|wgrad|dgrad|winograd|depthwise",
+    "attention": r"flash|fmha|attention|sdpa|dot_do_o|^(rows|columns)_kernel",
+    "convolution": r"conv|fprop|wgrad|dgrad|winograd|depthwise|^apply_kernel",
     "matrix product": r"gemm|gemv|cutlass|cublas|nvjet|matmul|addmm|linear|splitk|mm\b",
     "normalisation": r"batch_norm|layer_norm|bn_|norm_",
     "pooling": r"pool",
@@ -41,6 +41,15 @@ def family(kernel: str) -> str:
         if re.search(pattern, kernel, re.IGNORECASE):
             return name
     return "other"
+
+
+def kinds(records: list[dict]) -> dict[str, float]:
+    """Milliseconds of products, of attention, and of all that passes over memory."""
+    names = {"convolution": "products", "matrix product": "products", "attention": "attention"}
+    sums = {"products": 0.0, "attention": 0.0, "passes": 0.0}
+    for record in records:
+        sums[names.get(family(record["kernel"]), "passes")] += record["ms"]
+    return {name: round(ms, 3) for name, ms in sums.items()}
 
 
 def short(kernel: str, width: int = 84) -> str:
@@ -61,7 +70,7 @@ def kernels(step: methods.Step, net, sets: list, steps: int) -> tuple[list[dict]
         if cuda:
             torch.cuda.synchronize()
 
-    run(3)
+    run(2)
     start = time.perf_counter()
     run(steps)
     wall = (time.perf_counter() - start) * 1e3 / steps

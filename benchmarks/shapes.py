@@ -406,9 +406,7 @@ def arguments() -> argparse.Namespace:
     add("--warm", type=int, default=8, help="batches before the timed ones")
     add("--compile-seconds", type=float, default=280.0, help="for the warm-ups of all networks")
     add("--row-seconds", type=float, default=60.0, help="for measuring one network")
-    add(
-        "--gates", type=Path, help="folder of locks, shared with benchmarks that run meanwhile"
-    )
+    add("--gates", type=Path, help="folder of locks, shared with benchmarks that run meanwhile")
     add("--threads", type=int, default=0)
     add("--out", type=Path)
     add("--row", choices=list(POTENTIALS), help=argparse.SUPPRESS)

@@ -301,8 +301,12 @@ def test_a_network_that_can_be_captured_after_all():
     with pytest.warns(db.CaptureWarning):
         before = model(x)[1]
     net.chatty = False
+    assert "autograd" not in str(model.explain(x)).splitlines()[0]
+    net.chatty = True
     strict = db.Penalised(net, db.OutputGradient(0), strict=True)
-    dynamo.capture_of(net).refusal = None  # without waiting
+    with pytest.raises(db.CaptureError):
+        strict(x)
+    net.chatty = False  # what is asked for is tried at once
     torch.testing.assert_close(strict(x)[1], before)
 
 

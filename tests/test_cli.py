@@ -509,14 +509,17 @@ def net():
 """
 
 
-@pytest.mark.parametrize("form", [(), ("--json",)], ids=["text", "json"])
-def test_a_wrong_gradient_exits_with_1(tmp_path, form):
+def test_a_wrong_gradient_exits_with_1(tmp_path):
     """In a process of its own: the wrong rule must not reach other tests."""
     (tmp_path / "wrong.py").write_text(WRONG)
-    arguments = ["check", "wrong:net", "--input-shape", "4,3", *form]
-    done = _python(f"import sys, doubleback.cli as c; sys.exit(c.main({arguments}))", tmp_path)
-    assert done.returncode == 1, done.stderr
-    if form:
-        assert json.loads(done.stdout)["passed"] is False
-    else:
-        assert "← wrong" in done.stdout and not done.stderr
+    arguments = ["check", "wrong:net", "--input-shape", "4,3"]
+    done = _python(
+        f"import doubleback.cli as c; print(c.main({arguments}))\n"
+        f"print('then'); print(c.main({[*arguments, '--json']}))",
+        tmp_path,
+    )
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    text, _, rest = done.stdout.partition("then\n")
+    assert "← wrong" in text and text.endswith("\n1\n")
+    *told, code = rest.splitlines()
+    assert json.loads("\n".join(told))["passed"] is False and code == "1"

@@ -12,6 +12,7 @@ import datetime
 import errno
 import os
 import random
+import sys
 import time
 from pathlib import Path
 
@@ -229,6 +230,28 @@ def test_interrupted_in_the_first_step_often(way):
     interrupt_first(way, 20)
 
 
+@pytest.mark.parametrize("way", ["flat", "accumulate flat", "compiled"])
+def test_an_interruption_that_pytorch_turns_into_an_error(way, monkeypatch):
+    """Ctrl-C while PyTorch has a mode taken off: its cleaning up fails, and that error came out as
+    one of the sweeps', which were never flattened again."""
+    real = flattening.make_fx
+
+    def interrupted(*args, **kwargs):
+        try:
+            raise KeyboardInterrupt
+        finally:
+            raise RuntimeError("trying to pop from empty mode stack")
+
+    trial = Trial(way)
+    monkeypatch.setattr(flattening, "make_fx", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        trial.step(trial.data())
+    calls = []
+    monkeypatch.setattr(flattening, "make_fx", lambda *a, **k: calls.append(1) or real(*a, **k))
+    trial.assert_next_is_right()
+    assert calls  # the sweeps are flattened now
+
+
 # ------------------------------------------------------------------------------- users' own code
 
 
@@ -375,6 +398,8 @@ def test_no_place_for_what_the_compiler_writes(place, monkeypatch, tmp_path):
     again the same model goes on."""
     from torch._inductor import codecache
 
+    # Inductor raises the limit at its first compilation, for good
+    sys.setrecursionlimit(max(sys.getrecursionlimit(), 2000))
     trial = Trial("accumulate compiled")
     before, x = trial.world(), trial.data()
 
@@ -477,4 +502,5 @@ def test_a_process_that_is_gone(tmp_path):
     place = tmp_path / "meet"
     mp.spawn(_one_of_two, (str(place),), nprocs=2)
     seconds, _, text = Path(f"{place}.said").read_text().partition(" ")
-    assert float(seconds) < 30 and ("closed" in text.lower() or "timed out" in text.lower()), text
+    known = ("closed", "reset by peer", "timed out")
+    assert float(seconds) < 30 and any(word in text.lower() for word in known), text

@@ -55,7 +55,7 @@ def test_every_jump_names_its_neuron_and_sample(made):
             assert height != 0 and isinstance(at, float)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(6))
 def test_averages_jump_as_theory_says_for_every_seed(seed):
     """Briefly trained networks: what is said of averages holds for any weights."""
     made = experiment.prepare(seed, steps=60)

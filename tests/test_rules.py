@@ -382,7 +382,7 @@ def test_every_way_of_a_check_starts_from_the_network_as_it_is(kind, monkeypatch
     model = db.Penalised(Counting(kind), db.OutputGradient(0))
     report = db.check(model, torch.randn(4, 3))
     assert report.worst < 1e-10 and any(row.name.startswith("flat: ") for row in report.rows)
-    assert len(lifted) == (1 if kind == "buffer" else 3)
+    assert len(lifted) == (1 if kind == "buffer" else 4)
     assert model.net.calls == len(model.net.seen) == model.net.total == 0
 
 

@@ -130,14 +130,26 @@ def _defined(tree: ast.AST) -> Iterator[str]:
 
 
 def test_import_is_light():
-    """Dynamo, Inductor and SymPy take longer to import than all of doubleback."""
-    code = "import sys, doubleback; print(*sys.modules)"
+    """Dynamo, Inductor, Triton and SymPy take longer to import than all of doubleback."""
+    code = "import sys, torch; known = set(sys.modules); import doubleback; "
+    code += "print(*set(sys.modules) - known)"
     run = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True,
         env={"PYTHONPATH": str(Path(doubleback.__file__).parent.parent)},
     )  # fmt: skip
-    slow = ("sympy", "torch._dynamo", "torch._inductor", "doubleback.landscape", "matplotlib")
+    slow = ("sympy", "torch._dynamo", "torch._inductor", "triton", "numpy", "doubleback.landscape",
+            "torch.utils.flop_counter", "matplotlib")  # fmt: skip
     assert not [name for name in slow if name in run.stdout.split()]
+
+
+def test_flop_formulas_are_there_when_the_counter_is():
+    """Whichever is imported first."""
+    look = "assert torch.ops.doubleback.locally_connected in flop_counter.flop_registry"
+    both = ["import doubleback", "from torch.utils import flop_counter"]
+    env = {"PYTHONPATH": str(Path(doubleback.__file__).parent.parent)}
+    for imports in (both, both[::-1]):
+        code = "; ".join(["import torch", *imports, look])
+        subprocess.run([sys.executable, "-c", code], check=True, env=env)
 
 
 def test_landscape_comes_when_it_is_asked_for():

@@ -187,7 +187,8 @@ def _go(folder: str, slow: str) -> None:
     os._exit(_train(*NET, "--out", "run", "--checkpoint-every", "1", "--resume"))
 
 
-def test_thirty_kills(theirs):
+@pytest.mark.parametrize("often", [8, pytest.param(30, marks=pytest.mark.long)])
+def test_kills(theirs, often):
     """kill -9 at random moments: the last one to end has the weights of a run that was left alone.
 
     Runs are short and their checkpoints many, so that kills fall into the writing of them too.
@@ -197,7 +198,7 @@ def test_thirty_kills(theirs):
     context.set_forkserver_preload(["torch", "doubleback.cli.train", "torch._dynamo"])
     dice, kills, ends = random.Random(0), 0, 0
     deadline = time.monotonic() + 400
-    while kills < 30 and time.monotonic() < deadline:
+    while kills < often and time.monotonic() < deadline:
         child = context.Process(target=_go, args=(str(theirs), "0.002"))
         child.start()
         child.join(dice.uniform(0.05, 1.6))
@@ -214,7 +215,7 @@ def test_thirty_kills(theirs):
     child = context.Process(target=_go, args=(str(theirs), "0"))
     child.start()
     child.join()
-    assert child.exitcode == 0 and kills >= 30
+    assert child.exitcode == 0 and kills == often
     assert _equal("whole", "run")
 
 
@@ -340,29 +341,43 @@ def test_what_is_missing_is_named(theirs, capsys):
     assert "cannot be read" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("wrap", ["ddp", "fsdp2"])
-def test_two_processes_are_one(theirs, wrap):
+# Several runs in one pair of processes, whose start takes longer than they do, and in one group.
+SEVERAL = """
+import json, sys
+import torch.distributed as dist
+from doubleback.cli import main
+
+destroy, dist.destroy_process_group = dist.destroy_process_group, lambda: None
+for arguments in json.loads(sys.argv[1]):
+    assert main(["train", *arguments]) == 0, arguments
+destroy()
+"""
+
+
+def test_two_processes_are_one(theirs):
     """And go on after both were stopped."""
-    options = ["--model", "theirs:plain", "--data", "theirs:still", *SHORT, "--wrap", wrap]
+    (theirs / "several.py").write_text(SEVERAL)
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(theirs)]),
         "OMP_NUM_THREADS": "1",
     }
+    options = ["--model", "theirs:plain", "--data", "theirs:still", *SHORT]
 
-    def launch(out: str, *more: str) -> None:
+    def launch(*runs: tuple[str, ...]) -> None:
+        told = json.dumps([[*options, *more] for more in runs])
         done = subprocess.run(
             [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node",
-             "2", "-m", "doubleback", "train", *options, "--out", out, *more],
-            env=environment, capture_output=True, text=True, timeout=300,
+             "2", "several.py", told],
+            env=environment, capture_output=True, text=True, timeout=200,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr[-3000:]
 
+    ddp, fsdp = ("--wrap", "ddp", "--out", "ddp"), ("--wrap", "fsdp2", "--out", "fsdp2")
+    launch((*ddp, "--epochs", "2"), (*fsdp, "--epochs", "2"), ("--wrap", "ddp", "--out", "whole"))
+    launch((*ddp, "--resume"), (*fsdp, "--resume"))
+    assert _equal("ddp", "whole")
     assert _train(*options, "--out", "one") == 0
-    launch("two", "--epochs", "2")
-    launch("two", "--resume")
     for name, weight in _weights("one").items():
-        torch.testing.assert_close(_weights("two")[name], weight, rtol=1e-4, atol=1e-5)
-    if wrap == "ddp":
-        launch("whole")
-        assert _equal("two", "whole")
+        for two in ("ddp", "fsdp2"):
+            torch.testing.assert_close(_weights(two)[name], weight, rtol=1e-4, atol=1e-5)

@@ -1,15 +1,16 @@
 """Mutation testing of the formulas: `make mutate ARGS="--mutants 200 --seed 1"`.
 
-    python tools/mutate.py [--mutants N] [--seed S] [--only PART] [--minutes M] [--json FILE]
+    python tools/mutate.py [--mutants N] [--seed S] [--only PART] [--jobs N] [--minutes M]
+        [--json FILE]
     python tools/mutate.py --again --json FILE
     python tools/mutate.py --list
 
 A mutant is the library with one small error in one place of FILES: a sign flipped, a term of a sum
 dropped, two arguments swapped, a constant changed, a condition negated. The quick tests that run
 through that place must fail; a mutant that none of them notices has survived, and shows what they
-do not test. Mutants are drawn by a seed; `--again` runs those that survived, after new tests.
-Survivors whose results are the same by mathematics, or that differ in memory or time alone, stand
-with their reasons in tools/mutants.json.
+do not test. Mutants are drawn by a seed (`--mutants 0`: all there are); `--again` runs those that
+survived, after new tests. Survivors whose results are the same by mathematics, or that differ in
+memory or time alone, stand with their reasons in tools/mutants.json.
 
 Nothing is written to the source: each mutant is compiled in a process of its own, forked from one
 that has PyTorch imported already. Which test runs through which line is found by one run of all of
@@ -28,6 +29,7 @@ import importlib.abc
 import importlib.machinery
 import importlib.util
 import io
+import itertools
 import json
 import os
 import random
@@ -38,17 +40,18 @@ import sys
 import time
 import traceback
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+T = TypeVar("T")
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "doubleback"
 RESULTS = ROOT / "benchmarks" / "results" / "mutation.json"
 REASONS = ROOT / "tools" / "mutants.json"
-CACHE = ROOT / "build" / "mutation-coverage.json"
+CACHE = ROOT / "build" / "mutation-coverage"
 FILES = [
     *sorted((SOURCE / "rules").glob("[a-z]*.py")),
     SOURCE / "plan.py",
@@ -256,31 +259,35 @@ def state(test: Path) -> str:
     return hashlib.sha256(texts).hexdigest()[:16]
 
 
-def cover(name: str, path: Path, found: dict[str, Any]) -> int:
+def cover(path: Path) -> int:
     plugin = Coverage()
     status = _pytest(
         [str(path.relative_to(ROOT)), "-k", "not compile"], plugin
     )  # those take minutes
     if status not in (0, 1):  # it could not even be read
         return status
-    CACHE.write_text(json.dumps({**found, name: {"state": state(path), "tests": plugin.tests}}))
+    found = {"state": state(path), "tests": plugin.tests}
+    (CACHE / f"{path.stem}.json").write_text(json.dumps(found))
     return 0
 
 
-def coverage() -> dict[str, Any]:
+def coverage(jobs: int) -> dict[str, Any]:
     """Every test with its lines, from the cache or by running it."""
-    found = json.loads(CACHE.read_text()) if CACHE.exists() else {}
-    CACHE.parent.mkdir(exist_ok=True)
-    for name in TESTS:
-        path = ROOT / "tests" / f"{name}.py"
-        if found.get(name, {}).get("state") == state(path):
-            continue
-        print(f"running {name} to see which lines its tests run through", file=sys.stderr)
+    CACHE.mkdir(parents=True, exist_ok=True)
+    paths = [ROOT / "tests" / f"{name}.py" for name in TESTS]
 
-        if forked(partial(cover, name, path, found), 3600) != 0:
-            raise SystemExit(f"{name} could not be run")
-        found = json.loads(CACHE.read_text())
-    return {test: lines for name in TESTS for test, lines in found[name]["tests"].items()}
+    def kept(path: Path) -> dict[str, Any]:
+        file = CACHE / f"{path.stem}.json"
+        return json.loads(file.read_text()) if file.exists() else {}
+
+    new = [path for path in paths if kept(path).get("state") != state(path)]
+    if new:
+        names = ", ".join(path.stem for path in new)
+        print(f"running {names} to see which lines their tests run through", file=sys.stderr)
+    for path, status in crowd(new, cover, jobs, 3600):
+        if status != 0:
+            raise SystemExit(f"{path.stem} could not be run")
+    return {test: lines for path in paths for test, lines in kept(path)["tests"].items()}
 
 
 def concerned(mutant: Mutant, tests: dict[str, Any]) -> list[str]:
@@ -341,42 +348,68 @@ def _pytest(args: list[str], *plugins: Any) -> int:
         return int(pytest.main([*options, *args], plugins=list(plugins)))
 
 
-def forked(run: Callable[[], int], seconds: float) -> int | None:
-    """What `run` returns in a process of its own; None when it took too long."""
+def start(run: Callable[[], int]) -> int:
+    """The number of a process of its own that exits with what `run` returns."""
     child = os.fork()
-    if child == 0:
-        os.setsid()
-        try:
-            status = run()
-        except BaseException:
-            traceback.print_exc()
-            status = 99
-        os._exit(min(status, 120))
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        done, status = os.waitpid(child, os.WNOHANG)
-        if done:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.02)
+    if child:
+        return child
+    os.setsid()
+    try:
+        status = run()
+    except BaseException:
+        traceback.print_exc()
+        status = 99
+    os._exit(min(status, 120))
+
+
+def crowd(
+    items: Iterable[T], run: Callable[[T], int], jobs: int, seconds: float
+) -> Generator[tuple[T, int | None]]:
+    """Each item with what run(item) returns in a process of its own, None when it took too long;
+    `jobs` of them at a time."""
+    waiting, running = iter(items), {}
+    try:
+        while True:
+            while len(running) < jobs and (item := next(waiting, None)) is not None:
+                running[start(partial(run, item))] = item, time.monotonic() + seconds
+            if not running:
+                return
+            time.sleep(0.02)
+            for child, (item, end) in list(running.items()):
+                done, status = os.waitpid(child, os.WNOHANG)
+                if done:
+                    del running[child]
+                    yield item, os.waitstatus_to_exitcode(status)
+                elif time.monotonic() > end:
+                    del running[child]
+                    stop(child)
+                    yield item, None
+    finally:
+        for child in running:
+            stop(child)
+
+
+def stop(child: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child, signal.SIGKILL)
     os.waitpid(child, 0)
-    return None
 
 
-def outcome(mutant: Mutant, tests: dict[str, Any], seconds: float) -> str:
-    """ "killed", "survived", or "not run" where no test comes near."""
+NONE = 98  # no test comes near
+
+
+def try_on(tests: dict[str, Any], mutant: Mutant) -> int:
+    """In a process of its own: 0 if no test notices."""
     chosen = concerned(mutant, tests)
     if not chosen:
-        return "not run"
+        return NONE
+    sys.meta_path.insert(0, Finder(mutant))
+    with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere):
+        return _pytest(["-x", *chosen])
 
-    def run() -> int:
-        sys.meta_path.insert(0, Finder(mutant))
-        with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere):
-            return _pytest(["-x", *chosen])
 
-    status = forked(run, seconds)
-    return "timed out" if status is None else "killed" if status else "survived"
+def outcome(status: int | None) -> str:
+    return {None: "timed out", 0: "survived", NONE: "not run"}.get(status, "killed")
 
 
 def warm() -> None:
@@ -453,10 +486,11 @@ def reasons() -> Reasons:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])  # type: ignore[union-attr]
-    parser.add_argument("--mutants", type=int, default=100)
+    parser.add_argument("--mutants", type=int, default=100, help="0: all")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="", help="files whose path holds this")
     parser.add_argument("--minutes", type=float, default=None, help="stop after so long")
+    parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--seconds", type=float, default=300.0, help="for one mutant")
     parser.add_argument("--json", type=Path, default=None, help=f"{RESULTS.name}, for instance")
     parser.add_argument("--list", action="store_true", help="say how many there are")
@@ -472,25 +506,36 @@ def main() -> int:
         print(f"{len(every):5d}  in all")
         return 0
     warm()
-    tests, excused = coverage(), reasons()
-    chosen = random.Random(given.seed).sample(every, min(given.mutants, len(every)))
-    start = time.monotonic()
+    tests, excused = coverage(given.jobs), reasons()
+    given.mutants = min(given.mutants or len(every), len(every))
+    chosen = random.Random(given.seed).sample(every, given.mutants)
+    begun = told = time.monotonic()
     done: dict[Mutant, str] = {}
     if earlier:  # those that were killed then are taken over
         alive = {tuple(row[n] for n in KEY) for row in (*earlier["survivors"], *earlier["excuses"])}
         chosen = chosen[: earlier["sampled"]]
         done = {m: "killed" for m in chosen if m.key not in alive}
         chosen = [m for m in chosen if m.key in alive]
-    for mutant in chosen:
-        done[mutant] = outcome(mutant, tests, given.seconds)
+
+    def keep() -> None:
+        if given.json:
+            text = json.dumps(document(done, excused, counts, given), indent=1, ensure_ascii=False)
+            part = given.json.with_suffix(".part")
+            part.write_text(text + "\n")
+            os.replace(part, given.json)
+
+    end = begun + 60 * given.minutes if given.minutes is not None else float("inf")
+    in_time = itertools.takewhile(lambda _: time.monotonic() < end, chosen)
+    for mutant, status in crowd(in_time, partial(try_on, tests), given.jobs, given.seconds):
+        done[mutant] = outcome(status)
         if done[mutant] != "killed":
             known = "known: " if mutant.key in excused else ""
             print(f"{known}{done[mutant]}: {mutant}", flush=True)
-        if given.json:
-            text = json.dumps(document(done, excused, counts, given), indent=1, ensure_ascii=False)
-            given.json.write_text(text + "\n")
-        if given.minutes is not None and time.monotonic() - start > 60 * given.minutes:
-            break
+        if time.monotonic() - told > 15:
+            told = time.monotonic()
+            print(f"{len(done)} of {len(chosen)}", file=sys.stderr, flush=True)
+            keep()
+    keep()
     found = document(done, excused, counts, given)
     names = ("possible", "sampled", "killed", "survived", "excused", "share_killed")
     print(", ".join(f"{name} {found[name]}" for name in names))

@@ -278,6 +278,10 @@ NAMES: dict[str, tuple[str, str]] = {
         "torch._C._autograd:_get_current_graph_task_keep_graph",
         "whether backward was called with retain_graph=True: values are freed otherwise",
     ),
+    "next_node": (
+        "torch._C._autograd:_get_sequence_nr",
+        "the number of autograd's next node: of those that are ready the highest runs first",
+    ),
     "set_grad_enabled": (
         "torch._C:_set_grad_enabled",
         "autograd's switch as it stands in Dynamo's graphs",
@@ -362,6 +366,7 @@ ATTRIBUTES: tuple[tuple[str, str, str], ...] = (
     ("torch._ops:OpOverload", "_overloadpacket", "PyTorch's formulas for FLOPs are kept by it"),
     ("torch._ops:OpOverload", "_dispatch_cache", "tracing goes on with the kernels it holds"),
     ("torch.library:Library", "_destroy", "takes a patch back"),
+    ("torch.autograd.function:BackwardCFunction", "_set_sequence_nr", "runs when others have run"),
     ("torch.autograd.graph", "_engine_run_backward", "sees the first create_graph=True"),
     ("torch.autograd", "_engine_run_backward", "the same function, under its other name"),
     ("torch.autograd.forward_ad", "_current_level", "whether forward mode is on"),

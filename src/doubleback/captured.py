@@ -28,6 +28,7 @@ from .capture import (
 from .counting import counting
 from .errors import CaptureError, InputError, RuleError, refuse_unused, warn
 from .graph import Graph, Meta, Node, Ref
+from .kernels import compiling
 from .patch import patched, supported
 from .plan import Plan, make_plan
 from .rules import Structure, find_rule
@@ -154,7 +155,7 @@ class CapturedModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """(what net returns, and what is asked of its derivative)."""
-        if torch.compiler.is_compiling():
+        if compiling():
             return self._run(*args, **kwargs)
         return self._forward(*args, **kwargs)
 
@@ -194,7 +195,8 @@ class CapturedModule(nn.Module):
         with torch.inference_mode(False), torch.enable_grad():
             args, kwargs = call.with_x(call.aliases)
             try:
-                result = capture_of(self.net, self.output)(self.net, swept, args, kwargs)
+                capture = capture_of(self.net, self.output)
+                result = capture(self.net, swept, args, kwargs, at_once=self.strict)
                 return None, call.with_own(result)
             except CaptureError as error:
                 if self.strict:

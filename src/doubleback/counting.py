@@ -6,9 +6,14 @@ recorded while it was flattened.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import importlib
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.abc import Loader, MetaPathFinder
+from importlib.util import find_spec
+from typing import Any
 
 import torch
 
@@ -103,3 +108,62 @@ def replayed(done: Operations) -> None:
     """Report the operations of one replay of a compiled graph."""
     for counter in _active:
         counter.add(done)
+
+
+# ------------------------------------------------------------------ formulas for PyTorch's counter
+#
+# PyTorch counts FLOPs by formulas that are registered in a module of its own, which imports Triton
+# and takes as long as all of this package. So ours are handed in when that module is imported, by
+# whomever: `FlopCounterMode` finds them, and nobody else waits.
+
+_COUNTER = "torch.utils.flop_counter"
+_formulas: list[tuple[Any, Callable]] = []
+
+
+def flop_formula(targets: Any) -> Callable[[Callable], Callable]:
+    """PyTorch's `register_flop_formula`, once there is one."""
+
+    def register(formula: Callable) -> Callable:
+        if _COUNTER in sys.modules:
+            sys.modules[_COUNTER].register_flop_formula(targets)(formula)
+        else:
+            _formulas.append((targets, formula))
+            if _Waiting.finder not in sys.meta_path:
+                sys.meta_path.insert(0, _Waiting.finder)
+        return formula
+
+    return register
+
+
+def flop_registry() -> dict[Any, Callable]:
+    """Formulas by operator, PyTorch's and ours."""
+    return importlib.import_module(_COUNTER).flop_registry
+
+
+class _Waiting(MetaPathFinder, Loader):
+    """Hands the formulas in after the counter's module was loaded, in the usual way."""
+
+    finder: _Waiting
+    loader: Any
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
+        if fullname != _COUNTER:
+            return None
+        sys.meta_path.remove(self)
+        spec = find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            self.loader, spec.loader = spec.loader, self
+        return spec
+
+    def create_module(self, spec: Any) -> Any:
+        return self.loader.create_module(spec)
+
+    def exec_module(self, module: Any) -> None:
+        module.__spec__.loader = module.__loader__ = self.loader
+        self.loader.exec_module(module)
+        for targets, formula in _formulas:
+            module.register_flop_formula(targets)(formula)
+        _formulas.clear()
+
+
+_Waiting.finder = _Waiting()

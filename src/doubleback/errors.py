@@ -85,6 +85,18 @@ def warn(message: str, category: type[Warning] | None = None) -> None:
     warnings.warn(message, category or CaptureWarning, stacklevel=level)
 
 
+def let_through(error: BaseException) -> None:
+    """Raise the interruption behind an error, if there is one. Ctrl-C may arrive while PyTorch has
+    a mode taken off; putting the others away fails then, and that error is what comes out."""
+    seen: set[int] = set()
+    behind: BaseException | None = error
+    while behind is not None and id(behind) not in seen:
+        if not isinstance(behind, Exception):
+            raise behind
+        seen.add(id(behind))
+        behind = behind.__cause__ or behind.__context__
+
+
 def refuse_unused(wrt: Any, x: Any) -> None:
     """Raise about a penalised input that the output does not depend on."""
     raise InputError(

@@ -152,12 +152,12 @@ class Graph:
     def deciding(self) -> tuple[Node, ...]:
         """The nodes on which open sizes depend, in order: they run once before all else."""
         wanted = {where[0].index for where in self.symbols.values() if isinstance(where[0], Ref)}
-        found = []
+        nodes = []
         for node in reversed(self.nodes if wanted else ()):
             if wanted.intersection(node.outputs):
                 wanted.update(node.inputs)
-                found.append(node)
-        return tuple(reversed(found))
+                nodes.append(node)
+        return tuple(reversed(nodes))
 
     @cached_property
     def _deciding_arguments(self) -> list[Callable[[Sequence[Any]], Any]]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ._torch import peek_interpreter_stack, pytree
+from ._torch import next_node, peek_interpreter_stack, pytree
 from .capture import Arguments, choose_output, global_hooks, requires_grad
 from .captured import CapturedModule, Site, Way, derivatives
 from .counting import counting
@@ -34,7 +34,6 @@ from .penalties import (
 )
 from .plan import Plan
 from .run import (
-    Bridge,
     GradientProgram,
     GraphedProgram,
     GraphedStep,
@@ -42,6 +41,7 @@ from .run import (
     Job,
     Replay,
     Request,
+    attach,
     average,
     deliver,
     kind,
@@ -231,6 +231,7 @@ class Penalised(CapturedModule):
             program: Any
             program, state = self._program(site, gradients)
             plan, asked = program.plan, call.asked if gradients else {}
+            before = next_node()
             prelude = run_prelude(program.prelude, state)
             swept = [prelude[v] for v in (*plan.penalised, *plan.effective)]
             if self._graphs(program, swept[0]):
@@ -238,7 +239,7 @@ class Penalised(CapturedModule):
                 program = GraphedProgram(program, self._pairs, owners, self._warn_of_graph)
             job = Job(program, {v: prelude[v] for v in plan.constants}, call.constants)
             if plan.trained or asked:
-                *outputs, penalty = Bridge.apply(job, *swept, *asked.values())  # type: ignore[misc]
+                *outputs, penalty = attach(job, [*swept, *asked.values()], before)
             else:
                 with torch.no_grad():
                     first = program.first(job.leaves(swept), job.extra, keep=False)
@@ -351,7 +352,7 @@ class Penalised(CapturedModule):
 
         def run(graph: Graph, inputs: Sequence[Any]) -> Sequence[Any]:
             site = self._site(graph, inputs, call)
-            if own_loss is not None:
+            if own_loss is not None and not self.penalty.shares(own_loss):
                 own_loss.check(site.shape, target)
             program, state = self._program(site, True, copies=False, loss=own_loss)
             plan = program.plan
@@ -772,14 +773,15 @@ class WithGradient(CapturedModule):
             site = self._site(graph, inputs, call)
             program, state = self._program(site, gradients)
             plan = program.plan
+            before = next_node()
             prelude = run_prelude(program.prelude, state)
             job = Job(program, {v: prelude[v] for v in plan.constants}, ())
             swept = [prelude[v] for v in (*plan.penalised, *plan.effective)]
             if plan.trained:
-                results = Bridge.apply(job, *swept)
+                results = attach(job, swept, before)
                 count = len(plan.outputs)
-                outputs = results[:count]  # type: ignore[index]
-                slopes.extend(results[count:])  # type: ignore[index]
+                outputs = results[:count]
+                slopes.extend(results[count:])
             else:
                 with torch.no_grad():
                     first = program.first(job.leaves(swept), (), keep=False)

@@ -28,14 +28,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ._torch import disable_current_modes
-from .errors import RuleError
+from .errors import RuleError, let_through
 from .graph import Graph, Meta, Node, Ref, draws, map_refs
 from .rules import GENERIC, Rule, Structure, convolution_of, find_rule
 
@@ -63,6 +64,18 @@ class Step:
     def curves(self) -> bool:
         """Whether it reads ξ in the tangent sweep."""
         return any(self.bend)
+
+
+class Stretch(NamedTuple):
+    """A part of the second sweep: the steps, counted from the last of the network, after which the
+    gradients of `values` are complete and nobody reads these values any more."""
+
+    steps: range
+    values: tuple[int, ...]
+
+
+STRETCH = 2**20  # bytes of gradients that are worth handing over on their own
+STRETCHES = 16  # at most
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,6 +121,35 @@ class Plan:
         }
         prelude = tuple([nodes[n.index] for n in self.prelude])
         return replace(self, graph=graph, steps=steps, renewals=renewals, prelude=prelude)
+
+    @cached_property
+    def whole(self) -> tuple[Stretch]:
+        """The second sweep in one stretch."""
+        return (Stretch(range(len(self.steps)), (*self.penalised, *self.effective)),)
+
+    @cached_property
+    def stretches(self) -> tuple[Stretch, ...]:
+        """The second sweep in stretches, each of which ends where enough gradients of effective
+        parameters have become complete. Those of the penalised inputs are in the last."""
+        first: dict[int, int] = {}
+        for i, step in enumerate(self.steps):
+            for v in step.node.inputs:
+                first.setdefault(v, i)
+        size = {v: meta.bytes for v in self.effective if (meta := self.graph.values[v]) is not None}
+        share = max(STRETCH, sum(size.values()) / STRETCHES)
+        complete: dict[int, list[int]] = {}  # after how many steps
+        for v in sorted(size, key=lambda v: -first.get(v, 0)):
+            complete.setdefault(len(self.steps) - first.get(v, 0), []).append(v)
+        stretches: list[Stretch] = []
+        start, ready = 0, []
+        for end, values in complete.items():
+            ready += values
+            if sum(size[v] for v in ready) >= share and end < len(self.steps):
+                stretches.append(Stretch(range(start, end), tuple(ready)))
+                start, ready = end, []
+        done = {v for stretch in stretches for v in stretch.values}
+        rest = tuple(v for v in (*self.penalised, *self.effective) if v not in done)
+        return (*stretches, Stretch(range(start, len(self.steps)), rest))
 
     def holds_xi(self, step: Step) -> bool:
         """Whether ξ at the node's output is held from the backward to the tangent sweep."""
@@ -488,7 +530,8 @@ def _moves_a_generator(graph: Graph, node: Node) -> bool:
         before = _states(cuda)
         try:
             node.op(*args, **kwargs)
-        except Exception:
+        except Exception as error:
+            let_through(error)
             return False
         return any(not torch.equal(a, b) for a, b in zip(before, _states(cuda), strict=True))
 

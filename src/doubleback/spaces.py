@@ -131,7 +131,7 @@ def dual_square(
 
     wide: leave the representers of 16-bit gradients in float32, for what is still to come.
     """
-    if len({tuple(g.shape[:1]) for g in gradients}) > 1:
+    if any(g.shape[:1] != gradients[0].shape[:1] for g in gradients[1:]):
         shapes = [tuple(g.shape) for g in gradients]
         raise InputError(
             f"a norm per example needs gradients of one leading size, not of shapes {shapes}"

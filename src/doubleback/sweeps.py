@@ -227,10 +227,16 @@ def second(
     *,
     keep: bool = False,
     watch: Watch | None = None,
+    steps: range | None = None,
 ) -> dict[int, Tensor]:
-    """γ at every wanted leaf. `gamma` comes in with the sources and the gradients at outputs."""
-    boundary(gamma.values())
-    for step, drop in zip(reversed(plan.steps), plan.drop_second, strict=True):
+    """γ at every wanted leaf. `gamma` comes in with the sources and the gradients at outputs.
+    steps: some of them, counted from the network's last; the sweep's earlier ones were made."""
+    count = len(plan.steps)
+    steps = range(count) if steps is None else steps
+    if not steps.start:
+        boundary(gamma.values())
+    for i in steps:
+        step, drop = plan.steps[count - 1 - i], plan.drop_second[i]
         if any(step.pull2):
             y = _collect(step, gamma)
             if y is not None:

@@ -80,13 +80,14 @@ SIBLINGS = {
     "jacobian": (lambda r: db.Jacobian(reduction=r), _jacobian),
     "jacobian by one": (lambda r: db.Jacobian(reduction=r, chunk=1), _jacobian),
 }
+# with 9 a Gram matrix stands for the first layer of a Jacobian
+POOLED = [(name, molecules, 5) for name in SIBLINGS for molecules in (1, 2)]
+POOLED += [(name, 2, 9) for name in SIBLINGS if name.startswith("jacobian")]
 
 
-@pytest.mark.parametrize("width", [5, 9])  # with 9 a Gram matrix stands for the first layer
-@pytest.mark.parametrize("molecules", [1, 2])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("name", SIBLINGS)
-def test_other_penalties_of_pooled_rows(name, reduction, molecules, width):
+@pytest.mark.parametrize(("name", "molecules", "width"), POOLED)
+def test_other_penalties_of_pooled_rows(name, molecules, width, reduction):
     make, oracle = SIBLINGS[name]
     torch.manual_seed(1)
     model, twin = pair(Molecules(molecules, width, out=2), make(reduction))
@@ -241,3 +242,14 @@ def test_gradients_alias_no_argument_and_no_output():
             for t, old in zip((x, w, q, out), before, strict=True):
                 assert_close(t.detach(), old, "what a gradient was written over")
             model.zero_grad()
+
+
+@pytest.mark.parametrize("sweeps", [True, False])
+def test_labels_that_loss_and_penalty_share_are_checked_once(sweeps):
+    """On a GPU each look at them waits for all that was launched before."""
+    penalty = db.LossGradient("cross_entropy")
+    model = db.Penalised(nn.Linear(4, 3), penalty, sweeps=sweeps)
+    model.accumulate(torch.randn(5, 4), torch.tensor([0, 1, 2, 0, 1]))
+    assert penalty.own_loss.looked_at == 1
+    with pytest.raises(db.LabelError):
+        model.accumulate(torch.randn(5, 4), torch.tensor([0, 1, 3, 0, 1]))

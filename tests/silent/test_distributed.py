@@ -1,5 +1,6 @@
 """Two processes: gradients that `accumulate` adds are averaged as DDP averages those of `backward`,
-and a network that FSDP shards is left as it was by a capture that fails."""
+`backward` hands them over while its last sweep runs, and a network that FSDP shards is left as it
+was by a capture that fails."""
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import doubleback as db
+from doubleback import plan
 from support.stock import WEIGHT, assert_close, numbers, own_step, stock_step
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without torch.distributed")
@@ -231,6 +233,189 @@ def without_a_wrapper_nothing_is_averaged(rank):
         x, y = share(i, rank)
         own_step(model, (x,), y, "accumulate")
         stock_step(twin, (x,), y)
+        same(net, twin, f"rank {rank}, step {i}")
+
+
+# ---------------------------------------------------- gradients as they become complete
+
+EVENTS: list[str] = []
+
+
+@torch.library.custom_op("tests_distributed::noted", mutates_args=())
+def noted(y: torch.Tensor) -> torch.Tensor:
+    EVENTS.append("sweep")
+    return y.clone()
+
+
+@noted.register_fake
+def _(y):
+    return torch.empty_like(y)
+
+
+@torch.library.custom_op("tests_distributed::early", mutates_args=())
+def early(x: torch.Tensor) -> torch.Tensor:
+    return x.clone()
+
+
+@early.register_fake
+def _(x):
+    return torch.empty_like(x)
+
+
+noted.register_autograd(lambda ctx, y: noted(y))
+early.register_autograd(lambda ctx, y: noted(y))
+
+
+class Noting(nn.Module):
+    """Sweeps that go back through the first layer leave a note."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.inner = nn.Linear(5, 64), nn.Linear(64, 2100)
+        self.last = nn.Linear(2100, 1)
+        self.double()
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.inner(torch.tanh(early(self.first(x))))))
+
+
+@case
+def gradients_are_sent_while_the_last_sweep_runs(rank):
+    """Eager at the first steps, flat later; a network of several buckets is captured too."""
+    net = Noting()
+    twin = copy.deepcopy(net)
+    model = db.Penalised(net, db.OutputGradient(), strict=True, sweeps=True)
+    ddp = DDP(model, bucket_cap_mb=1)
+
+    def send(_, bucket):
+        EVENTS.append("send")
+        future = dist.all_reduce(bucket.buffer().div_(WORLD), async_op=True).get_future()
+        return future.then(lambda done: done.value()[0])
+
+    ddp.register_comm_hook(None, send)
+    for i in range(5):
+        x, y = share(i, rank)
+        EVENTS.clear()
+        own_step(ddp, (x,), y, "backward")
+        last = len(EVENTS) - EVENTS[::-1].index("sweep")
+        if i:  # DDP's first step is one bucket, of which it learns the order
+            assert "send" in EVENTS[:last], f"step {i}: {EVENTS}"
+        stock_step(twin, (whole(i)[0],), whole(i)[1])
+        same(net, twin, f"rank {rank}, step {i}")
+        descend(net)
+        descend(twin)
+
+
+class Mixed(nn.Module):
+    """Tied and parametrised weights, a frozen one, a norm, a convolution, two outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.convolution = nn.Conv1d(1, 3, 3, padding=1)
+        self.norm = nn.LayerNorm(5)
+        self.tied = nn.Linear(15, 15)
+        self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(15, 15))
+        self.last = nn.Linear(15, 1)
+        self.last.bias.requires_grad_(False)
+        self.double()
+
+    def forward(self, x):
+        h = self.norm(self.convolution(x[:, None])).flatten(1)
+        h = torch.tanh(self.tied(torch.sigmoid(self.tied(h))))
+        return self.last(self.normed(h) * h)
+
+
+def small_stretches():
+    plan.STRETCH, plan.STRETCHES = 1, 1000
+
+
+@case
+def every_program_by_stretches(rank):
+    """Each layer's gradients on their own: the same as all at once, whatever the program."""
+    small_stretches()
+    penalties = {
+        "a loss": db.LossGradient("mse"),
+        "a caller's": db.LossGradient(lambda out, y: (out - y).square().sum(1)),
+        "a Jacobian": db.Jacobian(),
+    }
+    for name, penalty in penalties.items():
+        net = Mixed()
+        twin = copy.deepcopy(net)
+        model = db.Penalised(net, penalty, strict=True, sweeps=True)
+        reference = db.Penalised(twin, copy.deepcopy(penalty), sweeps=False)
+        for i in range(5):
+            rows = 4 if i < 4 else 3  # open sizes at last
+            x, y = share(i, rank)
+            x, y = x[:rows].requires_grad_(i % 2 == 0), y[:rows]
+            args = (x, y) if penalty.extras else (x,)
+            found, wanted = [], []
+            for one, into in ((model, found), (reference, wanted)):
+                x.grad = None
+                one.zero_grad()
+                out, p = one(*args)
+                loss = (out - y).square().mean() + WEIGHT * p
+                loss.backward(retain_graph=i == 3)
+                if i == 3:
+                    loss.backward()
+                into += [x.grad, *(t.grad for t in one.parameters())]
+            for k, (g, w) in enumerate(zip(found, wanted, strict=True)):
+                assert_close(g, w, f"{name}, step {i}, gradient {k}")
+
+
+@case
+def some_gradients_and_gradients_of_gradients(rank):
+    small_stretches()
+    net = network()
+    model = db.Penalised(net, db.OutputGradient(), sweeps=True)
+    x, y = share(0, rank)
+    weight = torch.tensor(WEIGHT, dtype=x.dtype, requires_grad=True)
+    for _ in range(4):
+        out, p = model(x)
+        loss = (out - y).square().mean() + weight * p
+        parameters = list(net.parameters())
+        late = torch.autograd.grad(loss, parameters[-2:], retain_graph=True)
+        early = torch.autograd.grad(loss, parameters[:2], retain_graph=True)
+        every = torch.autograd.grad(loss, parameters, create_graph=True)
+        for one, other in zip((*early, *late), every, strict=True):
+            assert_close(one, other.detach(), f"rank {rank}")
+        (found,) = torch.autograd.grad(sum(g.sum() for g in every), weight)
+        twin, by = network(), weight.detach().clone().requires_grad_()
+        x1 = x.detach().requires_grad_()
+        stock = twin(x1)
+        (slope,) = torch.autograd.grad(stock.sum(), x1, create_graph=True)
+        total = (stock - y).square().mean() + by * slope.square().sum(1).mean()
+        grads = torch.autograd.grad(total, list(twin.parameters()), create_graph=True)
+        (wanted,) = torch.autograd.grad(sum(g.sum() for g in grads), by)
+        assert_close(found, wanted, f"rank {rank}, in the weight")
+    p = model(x)[1]
+    torch.autograd.grad(p, parameters[:3])
+    with pytest.raises(db.StaleGraphError, match="a second time"):
+        torch.autograd.grad(p, parameters[:3])
+
+
+@case
+def parameters_that_move_as_soon_as_their_gradient_is_there(rank):
+    """An optimiser inside backward: no stretch to come reads what it has written."""
+    small_stretches()
+    net = Mixed()
+    twin = copy.deepcopy(net)
+    model = db.Penalised(net, db.OutputGradient(), sweeps=True)
+
+    def step(t):
+        with torch.no_grad():
+            t -= 0.05 * t.grad
+        t.grad = None
+
+    for t in net.parameters():
+        if t.requires_grad:
+            t.register_post_accumulate_grad_hook(step)
+    for i in range(5):
+        x, y = share(i, rank)
+        own_step(model, (x,), y, "backward")
+        stock_step(twin, (x,), y)
+        descend(twin)
         same(net, twin, f"rank {rank}, step {i}")
 
 

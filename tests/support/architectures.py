@@ -57,13 +57,15 @@ UNSTABLE = 1e-3  # where rounding moves a gradient by more, nothing can be said
 @dataclass(frozen=True)
 class Network:
     """name: package/family; make: the module; inputs: generator → (args, kwargs), floating-point
-    tensors in float64; wrt, output: as `Penalised` takes them."""
+    tensors in float64; wrt, output: as `Penalised` takes them; modes: in which stock autograd can
+    differentiate it."""
 
     name: str
     make: Callable[[], nn.Module]
     inputs: Callable[[torch.Generator], tuple[tuple, dict]]
     wrt: Any = 0
     output: Any = None
+    modes: tuple[str, ...] = MODES
 
     @property
     def package(self) -> str:
@@ -241,7 +243,7 @@ def errors(found: Step, truth: Step) -> dict[str, float]:
 def examine(network: Network) -> Iterator[dict[str, Any]]:
     """A row for each mode. For a process of its own: the default dtype stays changed."""
     torch.set_default_dtype(torch.float64)  # what a forward pass makes itself is float64 too
-    for mode in MODES:
+    for mode in network.modes:
         start = time.perf_counter()
         row: dict[str, Any] = {"network": network.name, "mode": mode}
         try:
@@ -333,5 +335,5 @@ def examine_all(networks: Sequence[Network], limit: float) -> Iterator[dict[str,
     list(examine(warm))  # what the first capture imports is imported once, before processes part
     for network, rows, why in forked(examine, networks, limit):
         yield from rows
-        for mode in MODES[len(rows) :]:
+        for mode in network.modes[len(rows) :]:
             yield {"network": network.name, "mode": mode, "verdict": "raises", "why": str(why)}

@@ -37,7 +37,7 @@ import torch
 from torch import nn
 
 from .. import _torch
-from ..errors import CaptureError, InputError, warn
+from ..errors import CaptureError, InputError, let_through, warn
 from ..graph import Graph
 from .arguments import plain, refuse_distributed, tensors_in
 from .lifting import lift
@@ -62,7 +62,8 @@ class Capture:
 
     Raises `CaptureError` where the network cannot be captured as one graph; nothing was changed or
     run then. A network that could not be is tried again when the calls since have taken `PATIENCE`
-    times as long as the attempt, which bounds what the attempts cost.
+    times as long as the attempt, which bounds what the attempts cost; or at_once, where somebody
+    waits for the answer.
     """
 
     def __init__(self, output: Any) -> None:
@@ -75,8 +76,10 @@ class Capture:
         self._changes: list[str] = []
         self._warned = False
 
-    def __call__(self, net: nn.Module, run: Run, args: tuple, kwargs: dict[str, Any]) -> Any:
-        if self.refusal is not None and monotonic() < self._again:
+    def __call__(
+        self, net: nn.Module, run: Run, args: tuple, kwargs: dict[str, Any], at_once: bool = False
+    ) -> Any:
+        if self.refusal is not None and not at_once and monotonic() < self._again:
             raise self.refusal
         box = _Box(run)
         start = monotonic()
@@ -87,6 +90,7 @@ class Capture:
         except Exception as error:
             if error is box.error:
                 raise
+            let_through(error)
             failure = error
         if failure is not None:
             refuse_distributed(net.parameters())  # which fail wherever they meet plain tensors
@@ -190,6 +194,7 @@ _SETTINGS = {
     "allow_unspec_int_on_nn_module": True,  # a counter is no reason to capture anew
     "use_numpy_random_stream": True,  # NumPy's numbers, not PyTorch's in their place
     "skip_nnmodule_hook_guards": False,  # hooks may come and go
+    "optimize_ddp": False,  # inside DistributedDataParallel too: one graph, whatever its buckets
     "recompile_limit": MOST,
     "accumulated_recompile_limit": 4 * MOST,
     "fail_on_recompile_limit_hit": False,
@@ -286,11 +291,11 @@ class _Quiet:
             cls.held.pop().__exit__(None, None, None)
 
 
-class _Found(Exception):
+class _Escape(Exception):
     """Carries a graph out of the network's call, so that nothing of it runs."""
 
     def __init__(self, graph: Graph, inputs: Sequence[Any]) -> None:
-        super().__init__("found")
+        super().__init__("a graph, carried out of a call")
         self.graph, self.inputs = graph, inputs
 
 
@@ -312,11 +317,11 @@ def find_graph(
     """The graph that fits this call and the tensors it starts from; the network does not run."""
 
     def escape(graph: Graph, inputs: Sequence[Any]) -> Sequence[Any]:
-        raise _Found(graph, inputs)
+        raise _Escape(graph, inputs)
 
     try:
-        capture_of(net, output)(net, escape, args, kwargs)
-    except _Found as escaped:
+        capture_of(net, output)(net, escape, args, kwargs, at_once=True)
+    except _Escape as escaped:
         traceback.clear_frames(escaped.__traceback__)
         return escaped.graph, escaped.inputs
     raise CaptureError(f"{type(net).__name__} calls no operator of PyTorch")
@@ -330,6 +335,8 @@ _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _STANDARD = os.path.dirname(os.path.abspath(os.__file__))
 
 _REMEDIES = (
+    (r"builtin operator `(print|open|input)`",
+     "print, read and write outside of forward, or switch it off while training"),
     (r"random|Random|numpy\.rand",
      "draw random numbers with torch, not with Python's or NumPy's generator"),
     (r"data.dependent|\.item\(\)|_local_scalar_dense|GuardOnDataDependent|nonzero|unbacked",
@@ -470,8 +477,8 @@ class Surroundings:
 
     def _asked(self) -> tuple[bool, ...]:
         """Of each parameter, whether a gradient is asked for."""
-        found = (m.parameters(recurse=False) for ref in self._modules if (m := ref()) is not None)
-        return tuple([p.requires_grad for each in found for p in each])
+        living = [m for module in self._modules if (m := module()) is not None]
+        return tuple([p.requires_grad for m in living for p in m.parameters(recurse=False)])
 
 
 def _watched(modules: list[nn.Module]) -> Iterator[tuple[Any, Any]]:

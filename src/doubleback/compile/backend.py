@@ -28,7 +28,7 @@ from .._torch import (
     will_engine_execute_node,
 )
 from ..capture import forget, plain
-from ..errors import CaptureError, InputError, StaleGraphError, warn
+from ..errors import CaptureError, InputError, StaleGraphError, let_through, warn
 from ..patch import patched, supported
 from ..run import no_autocast, quiet, sound
 from .region import RegionCode, depends_on, look, many
@@ -251,6 +251,7 @@ class CompiledRegion:
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:
+                let_through(error)
                 cause = _told(error)
                 forget(error)
                 self._refuse(cause)
@@ -715,6 +716,7 @@ def _plainly() -> Iterator[None]:
     except CaptureError:
         raise
     except Exception as error:
+        let_through(error)
         lines = str(error).strip().splitlines()
         cause = CaptureError(f"{type(error).__name__}: {lines[0] if lines else ''}")
         forget(error)

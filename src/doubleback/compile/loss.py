@@ -195,6 +195,7 @@ class Compiled:
         except Exception as error:
             if error is call.error:
                 raise
+            errors.let_through(error)
             failure = error
         finally:
             stack.pop()

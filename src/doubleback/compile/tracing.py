@@ -121,11 +121,7 @@ def trace_whole(
                 with no_autocast():
                     total = loss * wrapped[count] if scaled else loss
                     grads = torch.autograd.grad(total, wanted, allow_unused=True)
-            written = [
-                i
-                for i, t in enumerate(wrapped)
-                if isinstance(t, Tensor) and _torch.has_data_mutation(t)
-            ]
+            written = [i for i, t in enumerate(wrapped) if _is_written(t)]
             seen["written"], seen["place"] = written, place
             flat = [loss.detach(), *grads, *results, *(wrapped[i] for i in written)]
             present = [t for t in flat if t is not None]
@@ -273,9 +269,43 @@ class Stages:
         results = self.code(*inputs, *self.stand.draws)
         return [_dense(t) for t in self.layout.outputs_of(results)]
 
+    def _passes(
+        self, given: Sequence[Any], along: Sequence[Tensor], across: Sequence[Tensor],
+        last: Sequence[Tensor], only: Sequence[Tensor],
+    ) -> Sequence[Sequence[Any]]:  # fmt: skip
+        """What each of `PASSES` yields, from the inputs and the cotangents and tangents of each."""
+        code = self.code
+        for t, on in zip(given, code.required, strict=False):
+            if on:
+                t.requires_grad_()
+        if self.moving:
+            along = [t.requires_grad_() for t in along]
+        results = self.layout.outputs_of(code(*given))
+        ends = [results[i] for i in self.on_tape]
+        trained = [given[i] for i in self.trained]
+        with no_autocast():
+            first = _gradients(ends, trained, only)
+            wanted = [given[i] for i in self.wanted]
+            backward = _gradients(ends, wanted, along, create_graph=True)
+            pairs = [
+                (g, q)
+                for g, q in zip(backward, across, strict=True)
+                if g is not None and g.requires_grad
+            ]
+            second = _gradients(
+                [*ends, *(g for g, _ in pairs)],
+                [*trained, *(along if self.moving else ())],
+                [*last, *(q for _, q in pairs)],
+            )
+        second, tangent = second[: len(trained)], second[len(trained) :]
+        written = [i for i, t in enumerate(given) if _is_written(t)]
+        if written != list(self.written):
+            raise CaptureError("it writes to other inputs than it did before")
+        return [*results, *(given[i] for i in written)], backward, tangent, second, first
+
     def _trace(self) -> tuple[torch.fx.Graph, dict[str, list[str | None]]]:
         """One graph of all passes, and the names of their results."""
-        code, layout, stand = self.code, self.layout, self.stand
+        stand = self.stand
         with stand.mode:
             along, last, only = ([_dense(self.outputs[i]) for i in self.on_tape] for _ in range(3))
             across = [_dense(stand.inputs[i]) for i in self.wanted]
@@ -293,35 +323,7 @@ class Stages:
         def run(*flat: Any) -> list[Any]:
             with _torch.FunctionalTensorMode():
                 wrapped = [_torch.to_fun(t) if isinstance(t, Tensor) else t for t in flat]
-                given, along, across, last, only = _split(wrapped, counts)
-                for t, on in zip(given, code.required, strict=False):
-                    if on:
-                        t.requires_grad_()
-                if self.moving:
-                    along = [t.requires_grad_() for t in along]
-                results = layout.outputs_of(code(*given))
-                ends = [results[i] for i in self.on_tape]
-                trained = [given[i] for i in self.trained]
-                with no_autocast():
-                    first = _gradients(ends, trained, only)
-                    wanted = [given[i] for i in self.wanted]
-                    backward = _gradients(ends, wanted, along, create_graph=True)
-                    pairs = [
-                        (g, q)
-                        for g, q in zip(backward, across, strict=True)
-                        if g is not None and g.requires_grad
-                    ]
-                    second = _gradients(
-                        [*ends, *(g for g, _ in pairs)],
-                        [*trained, *(along if self.moving else ())],
-                        [*last, *(q for _, q in pairs)],
-                    )
-                second, tangent = second[: len(trained)], second[len(trained) :]
-                written = [i for i, t in enumerate(given) if _is_written(t)]
-                if written != list(self.written):
-                    raise CaptureError("it writes to other inputs than it did before")
-                written = [given[i] for i in written]
-                passes = ([*results, *written], backward, tangent, second, first)
+                passes = self._passes(*_split(wrapped, counts))
                 present: list[Any] = []
                 for name, values in zip(PASSES, passes, strict=True):
                     places: list[int | None] = []
@@ -347,7 +349,7 @@ class Stages:
         for node, name in zip(placeholders, names, strict=True):
             node.target = node.name = name
         self._constants = flat  # tensors that are part of the graph are its attributes
-        flat.graph.eliminate_dead_code()
+        _prune(flat.graph)
         graph = _torch.fx_graph_cse(flat.graph)
         nodes = _results(graph)
         return graph, {
@@ -460,6 +462,20 @@ def _results(graph: torch.fx.Graph) -> list[torch.fx.Node]:
     return list(graph.output_node().args[0])  # type: ignore[arg-type]
 
 
+def _prune(graph: torch.fx.Graph) -> None:
+    """Erase what nobody reads. PyTorch spares all operators that may draw, such as a fused
+    attention's backward, which would then read cotangents that a pass does not have; none of those
+    here draws."""
+
+    def stays(node: torch.fx.Node) -> bool:
+        schema = getattr(node.target, "_schema", None)
+        return node.op in ("placeholder", "output") or (
+            schema is not None and (schema.is_mutable or not schema.returns)
+        )
+
+    graph.eliminate_dead_code(stays)
+
+
 def _told_apart(graph: torch.fx.Graph, after: Sequence[str]) -> tuple[list[str], list[str]]:
     """A graph's results: those that do not depend on these inputs, and those that do."""
     late: set[torch.fx.Node] = set()
@@ -483,7 +499,7 @@ def _cut_off(
     last = list(dict.fromkeys(last))
     results = [named[name] for name in (*before, *last)]
     copy.output(tuple(results))
-    copy.eliminate_dead_code()
+    _prune(copy)
     for node in list(copy.nodes):
         if node.op == "placeholder":
             if not node.users and node not in results:
@@ -595,7 +611,7 @@ def _extract(
     for node in nodes:
         copies[node] = graph.node_copy(node, lambda n: copies[n])
     graph.output(tuple(copies[n] for n in results))
-    graph.eliminate_dead_code()
+    _prune(graph)
     return graph
 
 
@@ -604,5 +620,5 @@ def _once(graph: torch.fx.Graph, wanted: Sequence[str], again: set[str]) -> torc
     output = graph.output_node()
     results = [n for n in _results(graph) if n.name in wanted or n.name not in again]
     output.args = (tuple(dict.fromkeys(results)),)
-    graph.eliminate_dead_code()
+    _prune(graph)
     return graph

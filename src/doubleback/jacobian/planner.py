@@ -18,11 +18,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import flop_registry
 
 from .. import sweeps
 from .._torch import FakeTensorMode, TorchDispatchMode, pytree
-from ..counting import Operations, recording
+from ..counting import Operations, flop_registry, recording
 from ..errors import InputError, PenaltyWarning
 from ..plan import Plan
 from ..rules import add
@@ -76,7 +75,7 @@ class Meter(TorchDispatchMode):
             self._highest = max(self._highest, self._recent.popleft())
         self._products = {k: ago + 1 for k, ago in self._products.items() if ago < NEAR - 1}
         out = func(*args, **kwargs)
-        formula = flop_registry.get(getattr(func, "_overloadpacket", None))
+        formula = flop_registry().get(getattr(func, "_overloadpacket", None))
         if formula is not None:
             self.flops += formula(*args, **kwargs, out_val=out)
         for t in pytree.tree_leaves(out):
@@ -297,7 +296,9 @@ def _run(program: JacobianProgram, size: int) -> Run:
             cost.part_peak = peak - cost.kept
             grads = {program.plan.target: torch.empty_like(out)}
             held, cost.close_flops, cost.close_operations, cost.close_peak = phase(
-                lambda: program._close(swept, sources, values.sum(), grads, keep=False)
+                lambda: next(
+                    program._close(swept, sources, values.sum(), grads, False, program.plan.whole)
+                )
             )
             cost.fixed_written = meter.written - cost.part_written
             del held, outputs

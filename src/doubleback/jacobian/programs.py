@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -24,7 +24,7 @@ from torch import Tensor
 from .. import sweeps
 from ..dtypes import accumulation, lifted
 from ..errors import MemoryWarning
-from ..plan import Plan, make_plan
+from ..plan import Plan, Stretch, make_plan
 from ..rules import add
 from ..run import First, FlattenedProgram, FourSweeps, Replay
 from ..spaces import dual_square
@@ -81,13 +81,12 @@ class Phases(FourSweeps, ABC):
 
     def _close(
         self, swept: Swept, sources: Sources, factor: Tensor | None,
-        grads: Mapping[int, Tensor | None], keep: bool,
-    ) -> list[Tensor | None]:  # fmt: skip
+        grads: Mapping[int, Tensor | None], keep: bool, stretches: Sequence[Stretch],
+    ) -> Iterator[list[Tensor | None]]:  # fmt: skip
         plan = self.plan
 
-        def run(nested: Any) -> Any:
+        def run(nested: Any) -> Iterator[list[Tensor | None]]:
             values, saved, summed, by, given = nested
-            watch = sweeps.finite_watch(plan) if self.debug else None
             gamma = finished(summed, values)
             if not keep:
                 summed.clear()
@@ -98,25 +97,21 @@ class Phases(FourSweeps, ABC):
                 if grad is not None:
                     gamma[v] = add(gamma.get(v), grad)  # type: ignore[assignment]
             state = sweeps.State(dict(values), dict(saved)) if keep else sweeps.State(values, saved)
-            gamma = sweeps.second(plan, state, gamma, keep=keep, watch=watch)
-            return [
-                self._usual(gamma[v]) if v in plan.trained and v in gamma else None
-                for v in (*plan.penalised, *plan.effective)
-            ]
+            return self._second_sweep(state, gamma, keep, stretches)
 
         seeds = {v: g for v, g in grads.items() if g is not None and v in plan.trained}
         nested = (swept.values, swept.saved, sources, factor, seeds)
         consume = () if keep else (swept.values, swept.saved, sources)
-        return self.replay(("close", keep), run, nested, consume)
+        return self.replay.parts(("close", keep), run, nested, consume, len(stretches) > 1)
 
-    def last(
-        self,
-        state: Any,
-        extra: Sequence[Any],
-        grad_outputs: Mapping[int, Tensor | None],
-        grad_values: Tensor | None,
-        keep: bool = False,
-    ) -> list[Tensor | None]:
+    @property
+    def stretches(self) -> Sequence[Stretch]:
+        return self.plan.whole if self.replay.compiler else self.plan.stretches
+
+    def _last(
+        self, state: Any, extra: Sequence[Any], grad_outputs: Mapping[int, Tensor | None],
+        grad_values: Any, keep: bool, stretches: Sequence[Stretch],
+    ) -> tuple[list[Tensor | None], Iterator[list[Tensor | None]]]:  # fmt: skip
         factor, sources = None, {}
         if grad_values is not None:
             if self.penalty.reduction == "none":
@@ -124,7 +119,8 @@ class Phases(FourSweeps, ABC):
             else:
                 sources = state.sources
                 factor = grad_values[0] / self._base(grad_values.shape[0])
-        return self._close(state, sources, factor, grad_outputs, keep)
+        swept = self._close(state, sources, factor, grad_outputs, keep, stretches)
+        return [None] * len(self.asked), swept
 
     def _base(self, batch: int) -> float:
         """The weight of each example in the reduced penalty."""
@@ -358,19 +354,14 @@ class DirectionsProgram(Phases):
         assert total is not None
         return First(outputs, total, mutated, swept if keep else None)
 
-    def last(
-        self,
-        state: Any,
-        extra: Sequence[Any],
-        grad_outputs: Mapping[int, Tensor | None],
-        grad_values: Tensor | None,
-        keep: bool = False,
-    ) -> list[Tensor | None]:
-        swept = super().last(state, extra, grad_outputs, grad_values, keep)
-        own: list[Tensor | None] = [None] * len(self.asked)
+    def _last(
+        self, state: Any, extra: Sequence[Any], grad_outputs: Mapping[int, Tensor | None],
+        grad_values: Any, keep: bool, stretches: Sequence[Stretch],
+    ) -> tuple[list[Tensor | None], Iterator[list[Tensor | None]]]:  # fmt: skip
+        own, swept = super()._last(state, extra, grad_outputs, grad_values, keep, stretches)
         if self.asked and grad_values is not None:
             own = self.penalty.own(self.asked, state.q, state.directions, grad_values, *extra)
-        return [*swept, *own]
+        return own, swept
 
     def _improved(self, swept: Along, bank: tuple[Tensor, ...]) -> tuple[tuple, Tensor | None]:
         """(the directions, what finding them adds to each example's value), part by part, with the

@@ -428,12 +428,12 @@ def supported(mask: Tensor | None, *tensors: Tensor) -> bool:
     """
     first = tensors[0]
     return (
-        available()
-        and all(t.is_cuda and t.dtype == first.dtype and t.numel() > 0 for t in tensors)
+        all(t.is_cuda and t.dtype == first.dtype and t.numel() > 0 for t in tensors)
         and first.dtype in _DTYPES
         and (first.dtype != torch.float32 or _tf32())
         and all(t.shape[-1] <= _MAX_WIDTH for t in tensors)
         and (mask is None or mask.dtype in (torch.bool, *_DTYPES))
+        and available()
     )
 
 

@@ -19,8 +19,8 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
+from ..counting import flop_formula
 from . import launch
 from .launch import Launch, jit, look, planned, power_of_two, resident, tl
 
@@ -320,7 +320,7 @@ def _pair(values: Sequence[int]) -> Pair:
 
 def _known(tensors: Sequence[Tensor]) -> bool:
     """Whether the kernels here can be called with these tensors now."""
-    if not launch.available() or not launch.on_cuda(*tensors):
+    if not launch.on_cuda(*tensors) or not launch.available():
         return False
     dtype = tensors[0].dtype
     if dtype not in DTYPES or any(t.dtype != dtype for t in tensors):
@@ -534,16 +534,16 @@ def _flops(images: Sequence[int], kernel: Sequence[int]) -> int:
     return 2 * math.prod(images) * math.prod(kernel)
 
 
-@register_flop_formula(torch.ops.doubleback.depthwise)
+@flop_formula(torch.ops.doubleback.depthwise)
 def _forward_flops(x_shape, weight_shape, *_, out_shape: Any = None, **__) -> int:
     return _flops(out_shape, weight_shape[2:])
 
 
-@register_flop_formula(torch.ops.doubleback.depthwise_transpose)
+@flop_formula(torch.ops.doubleback.depthwise_transpose)
 def _transpose_flops(y_shape, weight_shape, *_, **__) -> int:
     return _flops(y_shape, weight_shape[2:])
 
 
-@register_flop_formula(torch.ops.doubleback.depthwise_adjoint)
+@flop_formula(torch.ops.doubleback.depthwise_adjoint)
 def _adjoint_flops(x_shape, y_shape, kernel, *_, **__) -> int:
     return _flops(y_shape, kernel)

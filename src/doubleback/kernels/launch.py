@@ -16,7 +16,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from types import SimpleNamespace
+from functools import cache
 from typing import Any
 
 import torch
@@ -148,25 +148,78 @@ def boundary(tensors: Iterable[Tensor | None]) -> None:
 # Triton's launches -------------------------------------------------------------------------------
 
 
-try:
-    triton: Any = importlib.import_module("triton")
-    tl: Any = importlib.import_module("triton.language")
-except ImportError:  # CPU builds of torch come without Triton; no kernel is called then
-    triton, tl = None, SimpleNamespace(constexpr=None)
+# Triton takes as long to import as the rest of the package. Until a kernel is needed, `triton`,
+# `tl` and the functions under `@jit` are stand-ins, which `_make_kernels` replaces in the modules
+# that hold them: Triton reads the names in a kernel as they stand there.
+
+CONSTEXPR = "tl.constexpr"
 
 
-def _unchanged(function: Any) -> Any:
-    return function
+class _Module:
+    """Stands for a module that is imported when something of it is asked for."""
+
+    def __init__(self, name: str, **known: Any) -> None:
+        self.__name__ = name
+        self.__dict__.update(known)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(importlib.import_module(self.__name__), name)
 
 
-jit: Any = _unchanged if triton is None else triton.jit
+class _Kernel:
+    """Stands for a kernel, or for a function that kernels call."""
+
+    def __init__(self, function: Any) -> None:
+        self.function = function
+        self.made: Any = None
+        _kernels.append(self)
+
+    def __getitem__(self, grid: Any) -> Any:
+        return made(self)[grid]
+
+
+_kernels: list[_Kernel] = []
+triton: Any = _Module("triton")
+tl: Any = _Module("triton.language", constexpr=CONSTEXPR)
+jit: Any = _Kernel
+
+
+def made(item: Any) -> Any:
+    """A kernel for its stand-in; anything else as it is."""
+    if not isinstance(item, _Kernel):
+        return item
+    if item.made is None:
+        _make_kernels()
+    return item.made
+
+
+def _make_kernels() -> None:
+    """All there are, as `triton.jit` would have made them where they stand."""
+    modules = {
+        id(stand_in): importlib.import_module(stand_in.__name__) for stand_in in (triton, tl)
+    }
+    real, language = modules.values()
+    for kernel in _kernels:
+        notes = kernel.function.__annotations__
+        notes.update({name: language.constexpr for name, it in notes.items() if it == CONSTEXPR})
+        kernel.made = real.jit(kernel.function)
+    for names in {id(k.function.__globals__): k.function.__globals__ for k in _kernels}.values():
+        for name, item in list(names.items()):
+            names[name] = item.made if isinstance(item, _Kernel) else modules.get(id(item), item)
+
 
 MOST = 4096  # plans kept: networks that see a new shape at every step find no end of them
 
 
+@cache
 def available() -> bool:
-    """Whether Triton is installed."""
-    return triton is not None
+    """Whether Triton is installed, which CPU builds of torch come without. To be asked last: the
+    answer takes its import."""
+    try:
+        importlib.import_module("triton.language")
+    except ImportError:
+        return False
+    return True
 
 
 def power_of_two(n: int) -> int:
@@ -212,8 +265,9 @@ class Launch:
     def __init__(
         self, kernel: Any, grid: Sequence[int], numbers: Sequence[Any], **constants: Any
     ) -> None:
-        self._kernel, self._grid = kernel, tuple(grid)
-        self._numbers, self._constants = tuple(numbers), constants
+        self._kernel, self._grid = made(kernel), tuple(grid)
+        self._numbers = tuple(numbers)
+        self._constants = {name: made(value) for name, value in constants.items()}
         self._again: Any = None
         self._rest: tuple[Any, ...] = ()
 

@@ -254,10 +254,10 @@ def supports(name: str, *tensors: Tensor) -> bool:
     """Whether `launch_curvature` can run: CUDA tensors of one shape, and Triton is there."""
     first = tensors[0]
     return (
-        available()
-        and name in TABLE
+        name in TABLE
         and all(t.is_cuda and t.device == first.device for t in tensors)
         and all(t.dtype in DTYPES and t.shape == first.shape for t in tensors)
+        and available()
     )
 
 

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
+from ..counting import flop_formula
 from ..dtypes import accumulation
 from .launch import library
 
@@ -427,7 +427,7 @@ local_weight_adjoint = _define(
 )  # fmt: skip
 
 
-@register_flop_formula([local_product, local_transpose, local_weight_adjoint])
+@flop_formula([local_product, local_transpose, local_weight_adjoint])
 def _flops(first: Any, second: Any, *rest: Any, out_shape: Any = None, **named: Any) -> int:
     """One multiplication and one addition per example and entry of θ, whichever the result."""
     shapes = (first, second, out_shape)

@@ -12,8 +12,19 @@ from .losses import (
     make_loss,
 )
 from .many_seeds import Directions, Jacobian, JacobianMatch, LogDet, SpectralNorm
-from .one_seed import BilinearForm, Custom, GradientMatch, LossGradient, OutputGradient, Penalty
-from .thinning import Thinning, at_rows, joined, nothing, refuse_dependent
+from .one_seed import (
+    BilinearForm,
+    Custom,
+    GradientMatch,
+    LossGradient,
+    OutputGradient,
+    Penalty,
+    Thinning,
+    at_rows,
+    joined,
+    nothing,
+    refuse_dependent,
+)
 
 __all__ = [
     "BilinearForm",

@@ -3,8 +3,8 @@
 delivery of its gradients."""
 
 from .bridge import (
-    Bridge,
     Job,
+    attach,
     average,
     deliver,
     no_autocast,
@@ -29,7 +29,6 @@ from .straight_line import NEAR, boxed, clean
 
 __all__ = [
     "NEAR",
-    "Bridge",
     "CallersProgram",
     "Family",
     "First",
@@ -44,6 +43,7 @@ __all__ = [
     "Program",
     "Replay",
     "Request",
+    "attach",
     "average",
     "boxed",
     "clean",

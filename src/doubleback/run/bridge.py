@@ -59,17 +59,94 @@ class Job:
         return reads + [t for v, t in zip(plan.outputs, outputs, strict=True) if v in kept]
 
 
+def attach(job: Job, tensors: Sequence[Tensor], before: int) -> tuple[Tensor, ...]:
+    """(outputs…, what is handed out of the values) as functions of (x…, effective parameters…, the
+    penalty's own tensors…). before: `next_node()` ahead of the nodes that the effective parameters
+    come from."""
+    relay = token = None
+    stretches = job.program.stretches if several() else ()
+    if len(stretches) > 1:
+        plan = job.program.plan
+        place = {v: i for i, v in enumerate((*plan.penalised, *plan.effective))}
+        relay = Relay(stretches, [[place[v] for v in s.values] for s in stretches])
+        for places in reversed(relay.places[1:]):
+            token = _Stretch.apply(relay, token, *[tensors[i] for i in places])
+            _last_of_all(token, before)
+    return Bridge.apply(job, relay, token, *tensors)  # type: ignore[return-value]
+
+
+@dataclass(eq=False)
+class Relay:
+    """A backward pass that hands gradients over as they become complete. Where others wait for them
+    (DistributedDataParallel, which sends them), its node in autograd's graph is followed by a chain
+    of more, one for each stretch of the second sweep.
+
+    places: those of each stretch's gradients among all; parts: what is still to come; None where
+    the bridge returns all of them.
+    """
+
+    stretches: Sequence[Any]
+    places: Sequence[Sequence[int]]
+    parts: Iterator[list[Tensor | None]] | None = None
+    left: int = 0
+
+    def begin(self, program: Program, given: tuple) -> list[Tensor | None]:
+        """The bridge's own: gradients of the first stretch and of the penalty's tensors."""
+        self.parts, self.left = program.parts(self.stretches, *given), len(self.places)
+        own = next(self.parts)
+        gradients: list[Tensor | None] = [None] * sum(map(len, self.places))
+        for i, g in zip(self.places[0], self.next(), strict=True):
+            gradients[i] = g
+        return [*gradients, *own]
+
+    def next(self) -> list[Tensor | None]:
+        """The next part."""
+        if self.parts is None:
+            return []
+        with torch.no_grad(), no_autocast():
+            part = next(self.parts)
+        self.left -= 1
+        if not self.left:
+            self.parts = None  # and what it holds
+        return part
+
+
+class _Stretch(torch.autograd.Function):
+    """Its backward sweeps one more stretch. token: of the node that runs after this one."""
+
+    @staticmethod
+    def forward(ctx: Any, relay: Relay, token: Tensor | None, *tensors: Tensor) -> Tensor:
+        ctx.relay, ctx.count = relay, len(tensors)
+        ctx.set_materialize_grads(False)
+        return torch.empty((), device=tensors[0].device)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return (None, None, *(ctx.relay.next() or (None,) * ctx.count))
+
+
+def _last_of_all(token: Tensor, before: int) -> None:
+    """Have the node of `token` run when autograd has nothing else to do: of nodes that are ready it
+    takes the one that was made last, and this was made after those which the effective parameters
+    come from (casts, weight norm), whose gradients it would hold up."""
+    node: Any = token.grad_fn
+    if node is not None:
+        node._set_sequence_nr(max(0, before - 1))
+
+
 class Bridge(torch.autograd.Function):
     """(x…, effective parameters…, the penalty's own tensors…) ↦ (outputs…, penalty)."""
 
     @staticmethod
-    def forward(ctx: Any, job: Job, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, job: Job, relay: Relay | None, token: Tensor | None, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
         program: Program = job.program
         leaves = job.leaves([t.detach() for t in tensors])
         outputs, values, mutated, state = program.first(leaves, job.extra)
         job.mutations.update(mutated)
         ctx.set_materialize_grads(False)
-        ctx.job, ctx.state = job, state
+        ctx.job, ctx.state, ctx.relay = job, state, relay
         ctx.batch = values.shape[0] if isinstance(values, Tensor) else 0
         ctx.inputs = tensors
         read = job.read(tensors, outputs)  # tensors made under inference_mode count no changes
@@ -101,17 +178,21 @@ class Bridge(torch.autograd.Function):
         program: Program = ctx.job.program
         count = len(program.plan.outputs)
         outputs, arrived = grads[:count], grads[count:]
+        relay = None if torch.is_grad_enabled() else ctx.relay
+        if ctx.relay is not None:
+            ctx.relay.parts = None
         with torch.no_grad(), no_autocast():
             weights = program.along(arrived, ctx.batch)
             seeds = dict(zip(program.plan.outputs, outputs, strict=True))
-            gradients = program.last(ctx.state, ctx.job.extra, seeds, weights, keep=keep)
+            given = (ctx.state, ctx.job.extra, seeds, weights, keep)
+            gradients = program.last(*given) if relay is None else relay.begin(program, given)
         if torch.is_grad_enabled():
             linear = ctx.batch and len(arrived) == 1
             penalty, rest = (arrived[0], outputs) if linear else (None, grads)
             gradients = _differentiable(gradients, ctx, penalty, rest)
         if not keep:
             ctx.state = ctx.inputs = None
-        return (None, *gradients)
+        return (None, None, None, *gradients)
 
 
 def deliver(pairs: Sequence[tuple[Tensor, Tensor]], lent: bool = False) -> None:

@@ -9,7 +9,7 @@ tensors that change in between.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -19,6 +19,7 @@ from torch import Tensor
 from .. import sweeps
 from .._torch import pytree
 from ..errors import InputError, StaleGraphError
+from ..plan import Stretch
 from .flattening import Replay
 from .program import First, FlattenedProgram, FourSweeps, Step, join
 from .state import behind
@@ -121,14 +122,14 @@ class CallersProgram(FourSweeps):
                  for x, u in zip(plan.penalised, xi, strict=True)]  # fmt: skip
         return zeros, held
 
-    def last(
-        self,
-        state: Called,
-        extra: Sequence[Any],
-        grad_outputs: Mapping[int, Tensor | None],
-        grad_values: Tensor | None,
-        keep: bool = False,
-    ) -> list[Tensor | None]:
+    @property
+    def stretches(self) -> Sequence[Stretch]:
+        return self.plan.whole if self.replay.compiler else self.plan.stretches
+
+    def _last(
+        self, state: Called, extra: Sequence[Any], grad_outputs: Mapping[int, Tensor | None],
+        grad_values: Any, keep: bool, stretches: Sequence[Stretch],
+    ) -> tuple[list[Tensor | None], Iterator[list[Tensor | None]]]:  # fmt: skip
         plan = self.plan
         gamma: dict[int, Tensor] = {}
         own: list[Tensor | None] = [None] * len(self.asked)
@@ -146,7 +147,7 @@ class CallersProgram(FourSweeps):
         for v, grad in grad_outputs.items():
             if v in plan.trained:
                 join(gamma, v, grad)
-        return [*self._second(state, gamma, keep), *own]
+        return own, self._second(state, gamma, keep, stretches)
 
     def _tangent(
         self, state: Called, q: Sequence[Tensor | None], keep: bool
@@ -163,22 +164,17 @@ class CallersProgram(FourSweeps):
         nested = (state.values, state.saved, state.held, start)
         return self.replay("tangent", run, nested, () if keep else (state.held, start))
 
-    def _second(self, state: Called, gamma: dict, keep: bool) -> list[Tensor | None]:
-        plan = self.plan
-
-        def run(nested: Any) -> Any:
-            watch = sweeps.finite_watch(plan) if self.debug else None
+    def _second(
+        self, state: Called, gamma: dict, keep: bool, stretches: Sequence[Stretch]
+    ) -> Iterator[list[Tensor | None]]:
+        def run(nested: Any) -> Iterator[list[Tensor | None]]:
             values, saved, start = nested
             inner = sweeps.State(dict(values), dict(saved))
-            swept = sweeps.second(plan, inner, dict(start), watch=watch)
-            return [
-                self._usual(swept[v]) if v in plan.trained and v in swept else None
-                for v in (*plan.penalised, *plan.effective)
-            ]
+            return self._second_sweep(inner, dict(start), False, stretches)
 
         nested = (state.values, state.saved, gamma)
         consume = () if keep else (state.values, state.saved, gamma)
-        return self.replay("second", run, nested, consume)
+        return self.replay.parts("second", run, nested, consume, len(stretches) > 1)
 
     def step(
         self,
@@ -206,7 +202,8 @@ class CallersProgram(FourSweeps):
             if plan.target in plan.trained:
                 join(gamma, plan.target, grad_out)
             bare = Called(values, saved, {}, out, out, [], out, ())
-            grads = [*self._second(bare, gamma, False), *[None] * len(self.asked)]
+            swept = next(self._second(bare, gamma, False, plan.whole))
+            grads = [*swept, *[None] * len(self.asked)]
             return outputs, loss_value, zero, grads, mutated
         per_example, state = self._penalise(leaves, given, True, values, saved, out, v)
         value = penalty.reduce(per_example)

@@ -244,6 +244,11 @@ class GraphedProgram:
             self._refused(key, refusal)
             return self.program.first(leaves, extra, keep)
 
+    @property
+    def stretches(self) -> Sequence[Any]:
+        """One: a graph is replayed as a whole."""
+        return self.program.plan.whole
+
     def last(
         self, state: Any, extra: Sequence[Any], seeds: Any, along: Any, keep: bool = False
     ) -> list[Tensor | None]:

@@ -14,7 +14,7 @@ all questions alike (`Variant`), and another one is made where they do not.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -26,7 +26,7 @@ from torch import Tensor
 from .. import _torch
 from .._torch import FakeTensorMode, make_fx, pytree
 from ..counting import Operations, recording, replayed
-from ..errors import RuleError
+from ..errors import RuleError, let_through
 from ..graph import Graph, Node, compile_sizes
 from ..kernels import for_compiler
 from ..plan import Plan
@@ -152,6 +152,29 @@ class Flat:
     def launch(self, tensors: list[Any]) -> Sequence[Tensor]:
         replayed(self.operations)
         return self.run(tensors)
+
+    def parts(self, tensors: list[Any]) -> Iterator[list[Tensor | None]]:
+        """Of a graph made by `in_parts`: each part as soon as it is there."""
+        there = put(self.spec, (x[0] for x in self.leaves))  # type: ignore[index]
+        running: Any = self.launch(tensors)
+        for places in there:
+            next(running)
+            yield _placed(tensors.pop(), places)  # nobody else holds them
+        next(running, None)
+
+
+def _placed(tensors: Sequence[Tensor], places: Sequence[bool]) -> list[Tensor | None]:
+    given = iter(tensors)
+    return [next(given) if one else None for one in places]
+
+
+def in_parts(parts: Iterable[list[Tensor | None]]) -> list[list[bool]]:
+    """For `flatten`: mark where each part is complete; which of its places hold a tensor."""
+    there = []
+    for part in parts:
+        straight_line.HANDED([t for t in part if t is not None])
+        there.append([t is not None for t in part])
+    return there
 
 
 @dataclass(frozen=True)
@@ -291,6 +314,7 @@ class Replay:
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:
+                let_through(error)
                 if self.compiler:
                     raise RuleError(
                         f"the sweeps cannot be flattened for compile={self.compiler!r}: {error}; "
@@ -314,6 +338,27 @@ class Replay:
         for part in consume:
             part.clear()
         return flat(pack.tensors)
+
+    def parts(
+        self, key: Any, fn: Callable[[Any], Iterator[list]], item: Any,
+        consume: Sequence[dict] = (), several: bool = True,
+    ) -> Iterator[list]:  # fmt: skip
+        """The same of an fn that yields lists of gradients: several, or one."""
+        if not self.ready:
+            yield from fn(item)
+            return
+        if not several:
+            yield self(key, lambda given: next(fn(given)), item, consume)
+            return
+        pack = Pack(item)
+        given = (key, "in parts", pack.key)
+        flat = self.get(given, lambda tensors: in_parts(fn(pack.rebuild(tensors))), pack.tensors)
+        if flat is None:
+            yield from fn(item)
+            return
+        for part in consume:
+            part.clear()
+        yield from flat.parts(pack.tensors)
 
 
 # --------------------------------------------------------------------------- for all sizes
@@ -426,7 +471,8 @@ class Variant:
                 remember(self._flat, key, flat)
             except torch.OutOfMemoryError:
                 raise
-            except Exception:
+            except Exception as error:
+                let_through(error)
                 if self.family.compiler:
                     raise
                 self.family.give_up()

@@ -11,6 +11,7 @@ to another is held as it is, and what stands far apart is not fused.
 from __future__ import annotations
 
 import logging
+import math
 import operator
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -23,10 +24,10 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
-from torch.utils.flop_counter import flop_registry
 
 from .. import _torch
 from .._torch import FakeTensorMode, OpOverload, TracingContext, tracing
+from ..counting import flop_registry
 from ..graph import draws
 from ..kernels import BOUNDARY, opaque
 
@@ -126,10 +127,15 @@ def compiled_open(
 
 @contextmanager
 def heuristics() -> Iterator[None]:
-    """A context in which Inductor knows the mark, leaves things in their order, and fuses only
-    what stands close together."""
-    in_order = _torch.inductor_config.patch(reorder_for_locality=False)
-    with sound(), _torch.V.set_choices_handler(_choices()), in_order:
+    """A context in which Inductor knows the mark, leaves things in their order, fuses only what
+    stands close together, and lays tensors out as the trace did: with rows made longer for speed,
+    a kernel of its own that follows its input's strides returns others than were traced."""
+    options = {"reorder_for_locality": False, "comprehensive_padding": False}
+    with (
+        sound(),
+        _torch.V.set_choices_handler(_choices()),
+        _torch.inductor_config.patch(options),
+    ):
         yield
 
 
@@ -335,12 +341,22 @@ def traffic(graph: Graph, sweeps: dict[Node, int]) -> float:
 
 
 def _operations(node: Node) -> int:
-    formula = flop_registry.get(getattr(node.target, "overloadpacket", None))
+    """Of a product, at the sizes that the graph was made at: a question about an open size would
+    close it."""
+    formula = flop_registry().get(getattr(node.target, "overloadpacket", None))
     if formula is None:
         return 0
-    args: Any = map_arg(node.args, lambda n: n.meta["val"])
-    kwargs: Any = map_arg(node.kwargs, lambda n: n.meta["val"])
-    return int(formula(*args, **kwargs, out_val=node.meta["val"]))
+
+    def sized(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return torch.empty(_shape(value), device="meta")
+        if isinstance(value, list | tuple):
+            return type(value)(map(sized, value))
+        return _number(value)
+
+    args: Any = map_arg(node.args, lambda n: sized(n.meta["val"]))
+    kwargs: Any = map_arg(node.kwargs, lambda n: sized(n.meta["val"]))
+    return int(formula(*args, **kwargs, out_val=sized(node.meta["val"])))
 
 
 def _light(node: Node) -> bool:
@@ -370,11 +386,19 @@ def _bytes(node: Node) -> int:
 def _size(value: Any) -> int:
     if not isinstance(value, Tensor):
         return 0
-    count = 1
-    for size in value.shape:  # an open size counts as it was when the graph was made
-        hint = size if isinstance(size, int) else size.node.hint
-        count *= 1 if hint is None else int(hint)
-    return count * value.element_size()
+    return math.prod(_shape(value)) * value.element_size()
+
+
+def _shape(value: Tensor) -> list[int]:
+    """Open sizes as they were when the graph was made."""
+    return [_number(size) for size in value.shape]
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, torch.SymInt):
+        hint = value.node.hint
+        return 1 if hint is None else int(hint)
+    return value
 
 
 def _shown(node: Node) -> Node:

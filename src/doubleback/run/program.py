@@ -5,7 +5,7 @@ sizes (`OpenProgram`)."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, ClassVar, NamedTuple, Protocol
@@ -17,9 +17,9 @@ from .. import sweeps
 from .._torch import pytree
 from ..graph import Node
 from ..kernels import taps_first
-from ..plan import Plan
+from ..plan import Plan, Stretch
 from ..rules import add
-from .flattening import Family, Flat, Input, Pack, Replay, Variant, put
+from .flattening import Family, Flat, Input, Pack, Replay, Variant, in_parts, put
 
 Step = tuple[list[Tensor], Tensor, Tensor, list[Tensor | None], dict[int, Tensor]]
 
@@ -84,6 +84,20 @@ class Program(Protocol):
         """Tangent and second sweep: gradients of the penalised inputs, of the effective parameters
         and of those of the penalty's own tensors that ask for one. state: what `first` left;
         grad_outputs, grad_values: what arrived at the outputs, by number, and at the values."""
+        ...
+
+    @property
+    def stretches(self) -> Sequence[Stretch]:
+        """The second sweep in stretches that `parts` may be asked for; one, where its gradients
+        are complete all at once."""
+        ...
+
+    def parts(
+        self, stretches: Sequence[Stretch], state: Any, extra: Sequence[Any],
+        grad_outputs: Mapping[int, Tensor | None], grad_values: Any, keep: bool = False,
+    ) -> Iterator[list[Tensor | None]]:  # fmt: skip
+        """The gradients of `last` as they become complete: of the penalty's own tensors first, then
+        of each stretch."""
         ...
 
     def step(
@@ -203,14 +217,37 @@ class FourSweeps:
 
     def last(
         self,
-        state: sweeps.State,
+        state: Any,
         extra: Sequence[Any],
         grad_outputs: Mapping[int, Tensor | None],
         grad_values: Tensor | None,
         keep: bool = False,
     ) -> list[Tensor | None]:
         """Tangent and second sweep: gradients of the penalised inputs, of the effective
-        parameters, and of what is `asked`.
+        parameters, and of what is `asked`."""
+        own, swept = self._last(state, extra, grad_outputs, grad_values, keep, self.plan.whole)
+        return [*next(swept), *own]
+
+    @property
+    def stretches(self) -> Sequence[Stretch]:
+        """The second sweep in stretches."""
+        return self.plan.stretches
+
+    def parts(
+        self, stretches: Sequence[Stretch], state: Any, extra: Sequence[Any],
+        grad_outputs: Mapping[int, Tensor | None], grad_values: Any, keep: bool = False,
+    ) -> Iterator[list[Tensor | None]]:  # fmt: skip
+        """The gradients of `last` as they become complete: of what is `asked`, then of each
+        stretch."""
+        own, swept = self._last(state, extra, grad_outputs, grad_values, keep, stretches)
+        yield own
+        yield from swept
+
+    def _last(
+        self, state: Any, extra: Sequence[Any], grad_outputs: Mapping[int, Tensor | None],
+        grad_values: Any, keep: bool, stretches: Sequence[Stretch],
+    ) -> tuple[list[Tensor | None], Iterator[list[Tensor | None]]]:  # fmt: skip
+        """(the gradients of what is `asked`; those of each stretch, as it is swept).
 
         With q₀ = ḡ⊙∇p and h the tangent of the output, the second sweep starts from the
         outputs' gradients plus the head (∂v/∂out)* h plus the curvature sources.
@@ -235,12 +272,20 @@ class FourSweeps:
         for v, grad in grad_outputs.items():
             if v in plan.trained:
                 join(gamma, v, grad)
-        gamma = sweeps.second(plan, state, gamma, keep=keep, watch=watch)
-        swept = [
-            self._usual(gamma[v]) if v in plan.trained and v in gamma else None
-            for v in (*plan.penalised, *plan.effective)
-        ]
-        return [*swept, *own]
+        return own, self._second_sweep(state, gamma, keep, stretches)
+
+    def _second_sweep(
+        self, state: sweeps.State, gamma: dict, keep: bool, stretches: Sequence[Stretch]
+    ) -> Iterator[list[Tensor | None]]:
+        """The gradients of each stretch."""
+        plan = self.plan
+        watch = sweeps.finite_watch(plan) if self.debug else None
+        for stretch in stretches:
+            gamma = sweeps.second(plan, state, gamma, keep=keep, watch=watch, steps=stretch.steps)
+            yield [
+                self._usual(gamma.pop(v)) if v in plan.trained and v in gamma else None
+                for v in stretch.values
+            ]
 
     def _laid_out(self, leaves: Mapping[int, Tensor]) -> Mapping[int, Tensor]:
         """Images and filters in the layouts of the plan."""
@@ -466,10 +511,47 @@ class FlatProgram(ABC):
         if flat is None:
             whole = state.rebuild(state.tensors)
             return self.program.last(whole, extra, grad_outputs, grad_values, keep)
+        return flat(self._handed_on(state, given, keep))
+
+    def _handed_on(self, state: FlatState, given: Pack, keep: bool) -> list[Any]:
+        """What a flat `last` takes; the state keeps nothing of it that will not be read again."""
         tensors = [*state.numbers, *given.tensors, *state.tensors]
+        given.tensors.clear()
         if not keep:
             state.tensors.clear()
-        return flat(tensors)
+        return tensors
+
+    @property
+    @abstractmethod
+    def _compiles(self) -> bool:
+        """Whether flat graphs are compiled, each as a whole."""
+
+    @property
+    def stretches(self) -> Sequence[Stretch]:
+        return self.plan.whole if self._compiles else self.plan.stretches
+
+    def parts(
+        self, stretches: Sequence[Stretch], state: Any, extra: Sequence[Any],
+        grad_outputs: Mapping[int, Tensor | None], grad_values: Any, keep: bool = False,
+    ) -> Iterator[list[Tensor | None]]:  # fmt: skip
+        if not isinstance(state, FlatState):
+            yield from self.program.parts(stretches, state, extra, grad_outputs, grad_values, keep)
+            return
+        grads = {v: g for v, g in grad_outputs.items() if g is not None}
+        given = self._arrived(state, tuple(extra), grads, grad_values)
+        here = len(given.tensors)
+
+        def run(program: Any, tensors: Sequence[Tensor]) -> Any:
+            more, seeds, weights = given.rebuild(tensors[:here])
+            whole = state.rebuild(tensors[here:])
+            return in_parts(program.parts(stretches, whole, more, seeds, weights))
+
+        flat = self._flat(state.graphs, ("parts", state.key, given.key), run, given, state)
+        if flat is None:
+            whole = state.rebuild(state.tensors)
+            yield from self.program.parts(stretches, whole, extra, grad_outputs, grad_values, keep)
+            return
+        yield from flat.parts(self._handed_on(state, given, keep))
 
     def step(
         self,
@@ -523,6 +605,10 @@ class FlattenedProgram(FlatProgram):
 
     def along(self, grads: Sequence[Tensor | None], batch: int) -> Any:
         return self._program.along(grads, batch)
+
+    @property
+    def _compiles(self) -> bool:
+        return bool(self.replay.compiler)
 
     def _enter(self, leaves: Mapping[int, Tensor], *rest: Any) -> tuple[Any, Pack] | None:
         return (self.replay, Pack((dict(leaves), *rest))) if self.replay.tick() else None
@@ -646,6 +732,10 @@ class OpenProgram(FlatProgram):
 
     def along(self, grads: Sequence[Tensor | None], batch: int) -> Any:
         return self.family.reference.along(grads, batch)
+
+    @property
+    def _compiles(self) -> bool:
+        return bool(self.family.compiler)
 
     def _enter(self, leaves: Mapping[int, Tensor], *rest: Any) -> tuple[Any, Pack] | None:
         given = _OpenPack(self.family, self.numbers, leaves, rest)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx.node import has_side_effect
 
 from .._torch import OpOverload
 from ..kernels import direct, library
@@ -132,12 +133,15 @@ NEAR = 12  # operators
 
 
 def _near(earlier: torch.fx.Node, later: torch.fx.Node) -> bool:
-    """So close that computing the earlier one later keeps nothing alive for long."""
+    """So close that computing the earlier one later keeps nothing alive for long; not where
+    gradients are handed over in between, after which what it reads may change."""
     node = later
     for _ in range(NEAR):
         node = node.prev
         if node is earlier:
             return True
+        if node.target is HANDED:
+            return False
     return False
 
 
@@ -190,6 +194,17 @@ def _into(base: Tensor, b: Tensor, c: Tensor) -> None:
 library.define("add_product(Tensor(a!) base, Tensor b, Tensor c) -> ()")
 library.impl("add_product", _into, "CompositeExplicitAutograd")
 ADD_PRODUCT = torch.ops.doubleback.add_product.default
+
+
+def _nothing(gradients: Sequence[Tensor]) -> None:
+    pass
+
+
+# Where gradients are complete, and whatever was to be read for them has been read.
+library.define("handed(Tensor[] gradients) -> ()")
+library.impl("handed", _nothing, "CompositeExplicitAutograd")
+HANDED = torch.ops.doubleback.handed.default
+has_side_effect(HANDED)
 
 
 _DIRECT = frozenset(
@@ -275,7 +290,8 @@ def _turned(node: Any) -> bool:
 
 
 def boxed(module: torch.fx.GraphModule) -> Callable:
-    """Straight-line code that takes its inputs out of a list: nobody else holds them."""
+    """Straight-line code that takes its inputs out of a list: nobody else holds them. With `HANDED`
+    in it, a generator: there it lays the gradients into that list, alone, and waits."""
     graph = module.graph
     _direct(graph)
     inputs = [node for node in graph.nodes if node.op == "placeholder"]
@@ -288,5 +304,15 @@ def boxed(module: torch.fx.GraphModule) -> Callable:
             place = graph.call_method("pop", (box,))
         node.replace_all_uses_with(place)
         graph.erase_node(node)
+    for node in [n for n in graph.nodes if n.target is HANDED]:
+        with graph.inserting_before(node):
+            graph.call_method("append", (box, *node.args))
+        graph.erase_node(node)
+    laid = f"{box.name}.append("
+
+    def wait(lines: list[str]) -> list[str]:
+        return [part for line in lines for part in ([line, "yield\n"] if laid in line else [line])]
+
+    graph.on_generate_code(lambda _: wait)
     module.recompile()
     return module.forward
