@@ -1,6 +1,9 @@
 """Flat graphs by Inductor: how they are called and cached, and what is held between sweeps."""
 
+import os
 import re
+import subprocess
+import sys
 import weakref
 from contextlib import nullcontext
 from copy import deepcopy
@@ -69,8 +72,32 @@ def test_compiled_graphs_free_an_input_at_its_last_use():
     assert alive[-2:] == [False, False]
 
 
+COMPILED_ONCE = """
+import torch, doubleback as db
+from torch._dynamo.utils import counters
+torch.set_num_threads(1)
+net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3))
+model = db.Penalised(net, db.LossGradient("cross_entropy"), compile=True)
+model.accumulate(torch.randn(5, 4), torch.tensor([0, 1, 2, 0, 1]))
+found = counters["inductor"]
+print(found["fxgraph_cache_miss"], found["fxgraph_cache_hit"], found["fxgraph_cache_bypass"])
+"""
+
+
+@pytest.mark.long
+def test_the_next_process_does_not_compile_again(tmp_path):
+    seen = []
+    for _ in range(2):
+        done = subprocess.run(
+            [sys.executable, "-c", COMPILED_ONCE], capture_output=True, text=True, check=True,
+            env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)},
+        )  # fmt: skip
+        seen.append(done.stdout.split())
+    assert seen == [["1", "0", "0"], ["0", "1", "0"]]
+
+
 def test_compiled_graphs_are_kept_on_disk():
-    """A second process, or a second model, does not compile again."""
+    """A second model does not compile again."""
     with fresh_cache():
         counters.clear()
         for _ in range(2):
