@@ -36,16 +36,18 @@ def record(name: str) -> dict:
 def test_no_network_is_wrong_and_nearly_all_are_captured():
     found = record("zoo.json")
     assert {row["verdict"] for row in found["results"]} == {"agrees"}
-    assert found["families"] >= 80
-    assert found["captured"] >= 0.9 * found["runs"]
+    assert found["families"] >= 150
+    assert found["captured"] >= 0.93 * found["runs"]
     assert all(row["captured"] or row["why"] for row in found["results"])
 
 
 def test_the_record_is_of_this_catalogue():
     found = record("zoo.json")
     ran = {(row["network"], row["mode"]) for row in found["results"]}
-    assert ran <= {(n.name, mode) for n in families.NETWORKS for mode in architectures.MODES}
-    assert len(ran) == len(found["results"]) == found["runs"] == 2 * found["families"]
+    names = {name for name, _ in ran}
+    assert ran == {(n.name, mode) for n in families.NETWORKS if n.name in names for mode in n.modes}
+    assert len(ran) == len(found["results"]) == found["runs"]
+    assert len(names) == found["families"]
 
 
 def test_every_operator_without_a_second_derivative_has_a_reason():
