@@ -42,7 +42,7 @@ from torch.utils._pytree import tree_leaves
 import doubleback as db
 from support import oracle
 from support.forked import forked
-from support.zoo import unsettle
+from support.zoo import double, unsettle
 
 MODES = ("eval", "train")
 STEPS = {"eval": 2, "train": 3}
@@ -332,7 +332,8 @@ def last_digits_changed(net: nn.Module, digits: float) -> Iterator[None]:
 def examine_all(networks: Sequence[Network], limit: float) -> Iterator[dict[str, Any]]:
     """The rows of each network, from a process of its own that has `limit` seconds."""
     warm = Network("warm", lambda: nn.Linear(3, 2), lambda g: ((torch.randn(2, 3).double(),), {}))
-    list(examine(warm))  # what the first capture imports is imported once, before processes part
+    with double():  # as it was afterwards
+        list(examine(warm))  # what the first capture imports is imported once, before they part
     for network, rows, why in forked(examine, networks, limit):
         yield from rows
         for mode in network.modes[len(rows) :]:
