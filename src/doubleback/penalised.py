@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ._torch import next_node, pytree
 from .capture import Arguments, choose_output, requires_grad
-from .captured import CapturedModule, Site, Way, derivatives
+from .captured import CapturedModule, Site, Way, as_written, derivatives
 from .errors import InputError, refuse_unused, warn
 from .explain import Explanation, explain
 from .graph import Graph
@@ -549,7 +549,8 @@ def on_autograd(model: Penalised, call: Arguments, way: Way = "patched") -> tupl
 
     def run(x: Sequence[Tensor]) -> Any:
         args, kwargs = call.with_x(x)
-        return model.net(*args, **kwargs)
+        with as_written(model.net, way):
+            return model.net(*args, **kwargs)
 
     def choose(result: Any) -> Tensor:
         out = choose_output(result, model.output)
@@ -726,7 +727,8 @@ class WithGradient(CapturedModule):
         with torch.enable_grad(), derivatives(way):
             x = _places(call.x)
             args, kwargs = call.with_x(x)
-            result = self.net(*args, **kwargs)
+            with as_written(self.net, way):
+                result = self.net(*args, **kwargs)
             out = choose_output(result, self.output)
             self._seed.check(out.shape, x[:1])
             v = self._seed.seed(out)
