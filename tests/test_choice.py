@@ -235,6 +235,7 @@ def test_a_compiled_network(kind, sweeps):
         assert db.check(model, x, y).worst <= 1e-10
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # Dynamo's own look at the penalty
 def test_a_compiled_training_step():
     torch.manual_seed(0)
     net, x, y = mlp().double(), torch.randn(5, 6).double(), labels((5,))

@@ -97,7 +97,8 @@ def as_written(net: nn.Module, way: Way) -> AbstractContextManager:
 
 def is_compiled(net: nn.Module) -> bool:
     """Whether it is what `torch.compile` returned, or its `compile()` was called."""
-    return net._compiled_call_impl is not None or "_orig_mod" in net._modules
+    wrapped = getattr(net, "_orig_mod", None)
+    return net._compiled_call_impl is not None or isinstance(wrapped, nn.Module)
 
 
 SETTLED = 50  # calls of one size after which it is worth a flat graph of its own
