@@ -183,8 +183,10 @@ def test_robustness_is_drawn_from_the_numbers_of_several_runs(tmp_path, capsys, 
     assert [len(record["numbers"][m.name]) for m in example.methods()] == [2] * 7
     assert (tmp_path / "robustness.png").stat().st_size > 1000
     second = json.loads(Path(files[1]).read_text())
+    Path(files[1]).write_text(json.dumps({**second, "weights": {"spectral norm": 0.7}}))
+    assert main("--from", *files, "--out", str(tmp_path)) == 0  # each run chose its own
+    assert "spectral norm 0.1 or 0.7" in (tmp_path / "robustness.json").read_text()
     for changed, told in (
-        ({**second, "weights": {}}, "other weights than"),
         ({**second, "settings": {}}, "other settings than"),
         ({k: v for k, v in second.items() if k != "plain, seed 4"}, "has no plain"),
     ):
@@ -284,6 +286,21 @@ def test_flow(kind):
     assert entropy - 0.05 < found.nats < entropy + 0.4 * (before - entropy)
     assert abs(found.density.sum().item() * (6 / 59) ** 2 - 1) < 0.03
     assert abs(found.estimate - found.nats) < 5 * found.deviation / 1000**0.5
+
+
+def test_flow_on_digits():
+    """It gains on a Gaussian, whose change of variables is exact."""
+    example = script("flow")
+    found = example.digits(150, 0, CPU, count=60, width=64)
+    assert found.exact < found.gaussian - 0.005 and abs(found.exact - found.estimate) < 0.05
+    generator = torch.Generator().manual_seed(0)
+    pixels = torch.rand(200, 6, generator=generator, dtype=torch.float64)
+    white = example.Whitened.fitted(pixels)
+    z, volume = white(pixels)
+    assert torch.allclose(torch.cov(z.T), torch.eye(6, dtype=z.dtype)) and z.mean().abs() < 1e-9
+    assert torch.allclose(white.pixels(z), pixels)
+    jacobians = torch.func.vmap(torch.func.jacrev(lambda one: white(one[None])[0][0]))(pixels)
+    assert torch.allclose(torch.linalg.slogdet(jacobians).logabsdet, volume)
 
 
 def test_flow_trace_is_that_of_autograd():
