@@ -85,7 +85,8 @@ fuzz: $(STAMP)
 
 fuzz-faults: $(STAMP)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "long or not long" tests/test_faults.py \
-	  tests/test_train.py $(ARGS)
+	  tests/test_train.py tests/test_inductor.py::test_the_next_process_does_not_compile_again \
+	  $(ARGS)
 
 mutate: $(STAMP)
 	@OMP_NUM_THREADS=1 $(BIN)/python tools/mutate.py $(ARGS)

@@ -190,3 +190,101 @@ def test_an_outer_compiler_calls_the_model_as_it_is(sweeps):
         for name, found in step(compiled, x, y).items():
             assert torch.allclose(found, expected[name], rtol=1e-10, atol=1e-13), name
         assert torch.allclose(inside(x, y), expected["penalty"], rtol=1e-10)
+
+
+# From the third call of one shape on, arguments are not taken apart any more.
+
+
+class Counted(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = mlp()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        return self.net(x)
+
+
+@pytest.mark.parametrize(
+    "penalty, labelled",
+    [
+        (db.LossGradient("cross_entropy"), True),
+        (db.LossGradient("cross_entropy", reduction="sum", norm=db.Norm()), True),
+        (db.LossGradient("cross_entropy", label_smoothing=0.1), True),
+        (db.LossGradient(lambda out, y: (out - y[:, None]).square().sum(1)), True),
+        (db.OutputGradient(1), False),
+        (db.OutputGradient("sum", reduction="none"), False),
+    ],
+)
+def test_the_short_way_has_the_same_numbers(penalty, labelled):
+    """Calls and `accumulate`, with the loss that v is the gradient of and with another."""
+    torch.manual_seed(0)
+    net, x = Counted().double(), torch.randn(5, 6, dtype=torch.float64)
+    y = labels(x.shape)
+    extra = (y,) if labelled else ()
+    chosen, swept = db.Penalised(net, penalty), db.Penalised(net, penalty, sweeps=True)
+
+    def call(model):
+        model.zero_grad()
+        leaf = x.clone().requires_grad_()
+        out, value = model(leaf, *extra)
+        (out.square().sum() + 0.3 * value.sum()).backward()
+        return [out.detach(), value.detach(), leaf.grad, *(p.grad for p in net.parameters())]
+
+    def accumulate(model, loss):
+        model.zero_grad()
+        args = (x, *extra) if labelled or loss is None else (x, y)
+        told = model.accumulate(*args, loss=loss, weight=0.3)
+        return [*told, *(p.grad for p in net.parameters() if p.grad is not None)]
+
+    for run in (call, lambda m: accumulate(m, None), lambda m: accumulate(m, "cross_entropy")):
+        expected = [t.clone() for t in run(swept)]
+        for _ in range(4):
+            net.calls.zero_()
+            torch.testing.assert_close(run(chosen), expected, rtol=1e-10, atol=1e-12)
+            assert net.calls == 1
+
+
+def test_the_short_way_says_what_is_wrong_and_goes_on():
+    net, x = mlp(), torch.randn(5, 6)
+    y, model = labels(x.shape), db.Penalised(net, db.LossGradient("cross_entropy"))
+    for _ in range(4):
+        model(x, y)
+    for run in (model, model.accumulate):
+        with pytest.raises(db.InputError, match=r"labels must lie in 0 … 2"):
+            run(x, y + 3)
+        with pytest.raises(db.InputError, match="labels must have shape"):
+            run(x, y[:, None])
+    with pytest.raises(db.InputError, match="last 1 positional"):
+        model()
+    soft = torch.rand(5, 3, requires_grad=True)
+    for _ in range(3):
+        with pytest.raises(db.InputError, match="holds the loss's target constant"):
+            model.accumulate(x, soft)
+    assert not by_sweeps(model(x, y)[1])
+    model.sweeps = True
+    assert by_sweeps(model(x, y)[1])
+    model.sweeps = None
+    with torch.no_grad():
+        assert not model(x, y)[1].requires_grad
+
+
+def test_the_short_way_refuses_an_input_that_is_not_used():
+    class Switch(nn.Module):
+        on = True
+
+        def __init__(self):
+            super().__init__()
+            self.net = mlp()
+
+        def forward(self, x):
+            return self.net(x) if self.on else self.net(torch.ones_like(x))
+
+    net = Switch()
+    x, model = torch.randn(5, 6), db.Penalised(net, db.LossGradient("cross_entropy"))
+    for _ in range(4):
+        model(x, labels(x.shape))
+    net.on = False
+    with pytest.raises(db.InputError, match="does not depend on"):
+        model(x, labels(x.shape))

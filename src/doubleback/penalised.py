@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ._torch import next_node, pytree
-from .capture import Arguments, choose_output, requires_grad
+from ._torch import next_node, peek_interpreter_stack, pytree
+from .capture import Arguments, choose_output, global_hooks, requires_grad
 from .captured import CapturedModule, Site, Way, derivatives
+from .counting import counting
 from .errors import InputError, refuse_unused, warn
 from .explain import Explanation, explain
 from .graph import Graph
@@ -145,7 +146,7 @@ class Penalised(CapturedModule):
         def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, Tensor]: ...
 
     _transient = CapturedModule._transient | {
-        "_graphed", "_pairs", "_carried", "_warned_of_graph", "_apart",
+        "_graphed", "_pairs", "_carried", "_warned_of_graph", "_short", "_apart",
     }  # fmt: skip
 
     def _reset(self) -> None:
@@ -154,6 +155,7 @@ class Penalised(CapturedModule):
         self._pairs: dict[Any, Any] = {}  # None: refused
         self._carried: dict[Any, Tensor] = {}  # singular vectors, from call to call
         self._warned_of_graph = False
+        self._short: dict[Any, bool] = {}  # shapes of calls that go to autograd at once
         self._apart: set[int] = set()  # batches whose examples do not depend on one another
 
     # ------------------------------------------------------------------------------ calls
@@ -217,6 +219,9 @@ class Penalised(CapturedModule):
         return self.net(*args[: len(args) - len(call.extra)], **kwargs)
 
     def _whole(self, args: tuple, kwargs: Mapping[str, Any]) -> tuple[Any, Tensor]:
+        if self._short and self._is_short(args, kwargs):
+            result, _, _, penalty = self._shortly(args)
+            return result, penalty
         call = self._call(args, kwargs)
         gradients = torch.is_grad_enabled()
         penalties: list[Tensor] = []
@@ -245,8 +250,46 @@ class Penalised(CapturedModule):
 
         way, result = self._through(run, call)
         if way is not None:
+            self._shorten(args, kwargs, way)
             return self._on_autograd(partial(on_autograd, self, call), way)
         return result, penalties[0]
+
+    # What autograd was chosen for once goes there without being taken apart again: on networks so
+    # small the host's work is all there is.
+
+    def _shorten(self, args: tuple, kwargs: Mapping[str, Any], way: Way) -> None:
+        plain = not kwargs and self.wrt == 0 and self.output is None
+        if way == "bare" and plain and all(type(t) is Tensor for t in args):
+            remember(self._short, self._shape_of(args), True)
+
+    def _shape_of(self, args: tuple) -> tuple:
+        return self.net.training, *[(t.shape, t.dtype, t.device) for t in args]
+
+    def _is_short(self, args: tuple, kwargs: Mapping[str, Any]) -> bool:
+        if kwargs or not all([type(t) is Tensor for t in args]) or counting():
+            return False
+        known = self._shape_of(args) in self._short and self._free_to_choose()
+        odd = any([t.is_inference() for t in args]) or any(global_hooks())
+        return known and not odd and torch.is_grad_enabled() and peek_interpreter_stack() is None
+
+    def _shortly(self, args: tuple) -> tuple[Any, Tensor, Tensor | None, Tensor]:
+        """(what net returns, its output, the sum of the losses that v is the gradient of, the
+        penalty)."""
+        penalty, split = self.penalty, len(args) - self.penalty.extras
+        x, extra, out = args[0], args[split:], None
+        leaves = _places((x,))
+        try:
+            result = self.net(leaves[0], *args[1:split])
+            out = result if type(result) is Tensor else choose_output(result, None)
+            penalty.quick_check(out.shape, (x,), *extra)
+            unused = None if self.allow_unused else partial(refuse_unused, self.wrt)
+            summed, values = quick_values(out, leaves, penalty, extra, True, unused)
+        except (RuntimeError, IndexError, ValueError):
+            call = self._call(args, {})  # raises what is better understood, where it is known
+            if out is not None:
+                penalty.check(out.shape, call.x, *extra)
+            raise
+        return result, out, summed, penalty.reduce(values)
 
     def accumulate(
         self,
@@ -269,23 +312,30 @@ class Penalised(CapturedModule):
         >>> x, y = torch.randn(5, 4), torch.tensor([0, 1, 2, 0, 1])
         >>> out, loss, penalty = model.accumulate(x, y, weight=0.01)
         """
-        return self._opaque(self._accumulate)(args, kwargs, loss, weight)
+        if torch.compiler.is_compiling():
+            return self._opaque(self._accumulate)(args, kwargs, loss, weight)
+        return self._accumulate(args, kwargs, loss, weight)
 
     def _accumulate(
         self, args: tuple, kwargs: Mapping[str, Any], loss: Any, weight: float
     ) -> tuple[Any, Tensor, Tensor]:
         if not isinstance(weight, (int, float)):
             raise InputError(f"weight must be a number, not {type(weight).__name__}")
+        if any(base.__name__ == "FSDPModule" for base in type(self).__mro__):
+            raise InputError(
+                "accumulate of a model that fully_shard has wrapped, whose parameters are whole "
+                "inside its forward alone; call model(x, …) and backward()"
+            )
         own_loss, args, target = self._loss(loss, args)
+        thin = self.thinning and self.training
+        if self._short and not thin and not several() and self._is_short(args, kwargs):
+            return self._accumulate_shortly(args, own_loss, target, weight)
         call = self._call(args, kwargs)
         if self.penalty.own_loss is not None:
             target = call.extra[0]
-        if own_loss is not None and requires_grad(target):
-            raise InputError(
-                "accumulate holds the loss's target constant, but it requires grad: detach it, or "
-                "call the model and backward() for its gradient"
-            )
-        if self.thinning and self.training:
+        if own_loss is not None:
+            _refuse_moving(target)
+        if thin:
             turn = self.calls % self.thinning.every == 0
             if not turn or self.thinning.fraction < 1:
                 run = partial(self._thinned, args, kwargs)
@@ -293,7 +343,10 @@ class Penalised(CapturedModule):
             self.calls += 1
             found = self._accumulate_whole(call, own_loss, target, self.thinning.every * weight)
             return *found[:2], self.thinning.every * found[2]
-        return self._accumulate_whole(call, own_loss, target, weight)
+        found = self._accumulate_whole(call, own_loss, target, weight)
+        if self._choices and self._chosen(call):
+            self._shorten(args, kwargs, "bare")
+        return found
 
     def _accumulate_whole(
         self, call: Arguments, own_loss: Loss | None, target: Any, weight: float
@@ -333,6 +386,28 @@ class Penalised(CapturedModule):
         with torch.inference_mode(False), no_autocast():
             deliver(pairs, lent=lent[0])
         return result, told[0], told[1]
+
+    def _accumulate_shortly(
+        self, args: tuple, loss: Loss | None, target: Any, weight: float
+    ) -> tuple[Any, Tensor, Tensor]:
+        if self.penalty.own_loss is not None:
+            target = args[len(args) - self.penalty.extras]
+        if loss is not None:
+            _refuse_moving(target)
+        result, out, summed, penalty = self._shortly(args)
+        if loss is None:
+            value = torch.zeros((), device=out.device)
+        elif summed is not None and self.penalty.shares(loss):
+            value = summed / out.shape[0]
+        else:
+            loss.check(out.shape, target)
+            value = loss.values(out, target).mean()
+        total = value + weight * (penalty.sum() if penalty.dim() else penalty)
+        if total.requires_grad:
+            total.backward()
+        if type(result) is Tensor:
+            return result.detach(), value.detach(), penalty.detach()
+        return pytree.tree_map_only(Tensor, Tensor.detach, (result, value, penalty))
 
     def _graphed_step(
         self, program: Any, values: Mapping[int, Tensor], extra: tuple, loss: Any, target: Any,
@@ -450,6 +525,14 @@ class Penalised(CapturedModule):
         return self._planned(site, gradients, copies, varying, key, make)
 
 
+def _refuse_moving(target: Any) -> None:
+    if requires_grad(target):
+        raise InputError(
+            "accumulate holds the loss's target constant, but it requires grad: detach it, or "
+            "call the model and backward() for its gradient"
+        )
+
+
 def program_of(model: Penalised, *args: Any, **kwargs: Any) -> tuple[Any, dict[int, Tensor]]:
     """(the program of such a call, what it starts from); nothing of the network runs."""
     program, state = model._program(model._find(model._call(args, kwargs)), gradients=True)
@@ -470,7 +553,7 @@ def autograd_penalty(
     extra: Sequence[Any],
     way: Way = "stock",
     seeds: Callable[..., Sequence[Tensor]] | None = None,
-    unused: Callable[[Tensor], None] | None = None,
+    unused: Unused = None,
 ) -> tuple[Any, Tensor]:
     """(result of the network, penalty), both differentiable as autograd makes them.
 
@@ -484,27 +567,47 @@ def autograd_penalty(
         leaves = _places(x)
         result = run(leaves)
         out = choose(result)
-        total, summed = None, None
-        if way == "bare" and out.requires_grad:
-            summed = penalty.quick_total(out, *extra)
-        if summed is not None:
-            total = penalty.value(pulled(summed, leaves, None, graph, unused), *extra)
+        if way == "bare":
+            values = quick_values(out, leaves, penalty, extra, graph, unused)[1]
         else:
-
-            def pull(v: Tensor, differentiable: bool | None = None) -> list[Tensor]:
-                through = graph if differentiable is None else differentiable
-                return pulled(out, leaves, v, through, unused)
-
-            total = penalty.oracle_values(out, pull, *extra)
-        if total is None:
-            for v in seeds(out, leaves, *extra) if out.requires_grad else [None]:
-                value = penalty.value(pulled(out, leaves, v, graph, unused), *extra)
-                total = value if total is None else total + value
-        assert total is not None
-        value = penalty.reduce(total)
+            values = _values(out, leaves, penalty, extra, graph, unused, seeds)
+        value = penalty.reduce(values)
     if not graph:
         result, value = pytree.tree_map_only(Tensor, lambda t: t.detach(), (result, value))
     return result, value
+
+
+Unused = Callable[[Tensor], None] | None
+
+
+def quick_values(
+    out: Tensor, leaves: Sequence[Tensor], penalty: Penalty, extra: Sequence[Any], graph: bool,
+    unused: Unused,
+) -> tuple[Tensor | None, Tensor]:  # fmt: skip
+    """(the sum that v is the gradient of, where that is the quickest way; p per example)."""
+    summed = penalty.quick_total(out, *extra) if out.requires_grad else None
+    if summed is None:
+        return None, _values(out, leaves, penalty, extra, graph, unused, penalty.quick_seeds)
+    return summed, penalty.value(pulled(summed, leaves, None, graph, unused), *extra)
+
+
+def _values(
+    out: Tensor, leaves: Sequence[Tensor], penalty: Penalty, extra: Sequence[Any], graph: bool,
+    unused: Unused, seeds: Callable[..., Sequence[Tensor]],
+) -> Tensor:  # fmt: skip
+    """p per example, seed by seed."""
+
+    def pull(v: Tensor, differentiable: bool | None = None) -> list[Tensor]:
+        through = graph if differentiable is None else differentiable
+        return pulled(out, leaves, v, through, unused)
+
+    total = penalty.oracle_values(out, pull, *extra)
+    if total is None:
+        for v in seeds(out, leaves, *extra) if out.requires_grad else [None]:
+            value = penalty.value(pulled(out, leaves, v, graph, unused), *extra)
+            total = value if total is None else total + value
+    assert total is not None
+    return total
 
 
 def _places(x: Sequence[Tensor]) -> list[Tensor]:
@@ -552,9 +655,7 @@ def on_autograd(model: Penalised, call: Arguments, way: Way = "patched") -> tupl
         return out
 
     seeds = None
-    if way == "bare":
-        seeds = model.penalty.quick_seeds
-    elif way == "patched":
+    if way == "patched":
         # a call without gradients leaves v as it was
         carried = model._carried if torch.is_grad_enabled() else dict(model._carried)
         seeds = model.penalty.seeds_from(carried)

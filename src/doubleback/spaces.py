@@ -42,7 +42,10 @@ __all__ = [
 def per_example(t: Tensor, batch_dims: int = 1) -> Tensor:
     """Sum over all but the first `batch_dims` axes, in float32 at least."""
     wide = lifted(t)
-    return wide.reshape(*wide.shape[:batch_dims], prod(wide.shape[batch_dims:])).sum(-1)
+    axes = wide.dim() - batch_dims
+    if axes < 1:
+        return wide.reshape(*wide.shape[:batch_dims], prod(wide.shape[batch_dims:])).sum(-1)
+    return (wide if axes == 1 else wide.flatten(batch_dims)).sum(-1)
 
 
 def safe_sqrt(square: Tensor) -> Tensor:

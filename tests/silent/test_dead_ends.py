@@ -222,7 +222,7 @@ def test_sweeps_that_cannot_be_flattened_go_on_without_a_word(monkeypatch):
     assert not told
 
 
-@pytest.mark.parametrize("activation", [nn.Hardswish, nn.Mish])
+@pytest.mark.parametrize("activation", [nn.Hardswish, nn.ELU])
 def test_kernels_that_lay_out_otherwise_than_their_fakes_say(activation):
     """hardswish's derivative at a permuted gradient, for one: the flat sweeps viewed what needs a
     copy, and raised."""
@@ -244,3 +244,29 @@ class Turned(nn.Module):
 class Mean(nn.Module):
     def forward(self, x):
         return x.mean(1)
+
+
+class Routed(nn.Module):
+    """Rows are chosen by what attention makes of the input, or of numbers that are given."""
+
+    def __init__(self, given: bool) -> None:
+        super().__init__()
+        self.last, self.given = nn.Linear(6, 3), given
+        self.register_buffer("other", torch.randn(1, 4, 6))
+
+    def forward(self, x):
+        seen = self.other if self.given else x[None]
+        seen = nn.functional.scaled_dot_product_attention(seen, seen, seen)[0]
+        rows = (seen.sum(1) > 0).nonzero()[:, 0]
+        return self.last(x.index_add(0, rows, x[rows].tanh()))
+
+
+def test_attention_that_decides_a_size():
+    """It was said to draw random numbers."""
+    x, y = batch()
+    net = Routed(True)
+    wanted = stock(net, x, y)
+    agrees(db.Penalised(net, db.LossGradient("cross_entropy"), strict=True), net, (x, y), wanted)
+    model = db.Penalised(Routed(False), db.LossGradient("cross_entropy"), strict=True)
+    with pytest.raises(db.CaptureError, match="computed from the penalised input"):
+        model(x, y)

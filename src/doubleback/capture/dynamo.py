@@ -337,6 +337,7 @@ _STANDARD = os.path.dirname(os.path.abspath(os.__file__))
 _REMEDIES = (
     (r"builtin operator `(print|open|input)`",
      "print, read and write outside of forward, or switch it off while training"),
+    (r"a size depends on random numbers", "draw what decides a size outside, and hand it in"),
     (r"random|Random|numpy\.rand",
      "draw random numbers with torch, not with Python's or NumPy's generator"),
     (r"data.dependent|\.item\(\)|_local_scalar_dense|GuardOnDataDependent|nonzero|unbacked",

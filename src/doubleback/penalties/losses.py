@@ -162,6 +162,8 @@ class SquaredNorm:
         _check_space(self)
 
     def value(self, xi: Sequence[Tensor]) -> Tensor:
+        if len(xi) == 1 and type(self.space) is Euclidean:  # in the fewest operations
+            return per_example(lifted(xi[0]).square())
         return dual_square(self.space, xi)[0]
 
     def measure(self, xi: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
@@ -285,6 +287,10 @@ class Loss(ABC):
     @abstractmethod
     def check(self, out_shape: Sequence[int], y: Any) -> None: ...
 
+    def check_shapes(self, out_shape: Sequence[int], y: Any) -> None:
+        """The same without a look at numbers, before an operator that looks at them itself."""
+        self.check(out_shape, y)
+
     def total(self, out: Tensor, y: Any) -> Tensor | None:
         """The sum of all losses by PyTorch's own operator, where there is one."""
         return None
@@ -370,6 +376,11 @@ class CrossEntropy(Loss):
         return torch.randint(classes or out.shape[1], (out.shape[0], *out.shape[2:]))
 
     def check(self, out_shape: Sequence[int], y: Any) -> None:
+        self.check_shapes(out_shape, y)
+        if not y.is_floating_point():
+            self._check_range(y, out_shape[1])
+
+    def check_shapes(self, out_shape: Sequence[int], y: Any) -> None:
         shape = tuple(out_shape)
         if len(shape) < 2:
             raise LabelError(f"cross_entropy needs an output of shape (B, C, …), not {shape}")
@@ -387,7 +398,6 @@ class CrossEntropy(Loss):
             return
         if tuple(y.shape) != positions:
             raise LabelError(f"labels must have shape {positions}, not {tuple(y.shape)}")
-        self._check_range(y, shape[1])
 
     def _check_range(self, y: Tensor, classes: int) -> None:
         """Labels in 0 … C−1. On a GPU the comparison stalls the queue, so only the first batches

@@ -241,6 +241,10 @@ class Penalty(ABC):
                 "plain PyTorch"
             )
 
+    def quick_check(self, out_shape: Sequence[int], x: Sequence[Tensor], *extra: Any) -> None:
+        """The same before `quick_total`, which may look at numbers itself."""
+        self.check(out_shape, x, *extra)
+
     def fingerprint(self) -> Hashable | None:
         """A key of all that the numbers depend on: class, attributes, norm, space and loss; None
         where a caller's code runs, which is then to be called as it is every time."""
@@ -325,6 +329,10 @@ class LossGradient(Penalty):
 
     def quick_total(self, out: Tensor, *extra: Tensor) -> Tensor | None:
         return self.loss.total(out, extra[0])
+
+    def quick_check(self, out_shape: Sequence[int], x: Sequence[Tensor], *extra: Any) -> None:
+        super().check(out_shape, x, *extra)
+        self.loss.check_shapes(out_shape, extra[0])
 
     def head(self, out: Tensor, h: Tensor, *extra: Tensor) -> Tensor | None:
         return self.loss.hessian(out, extra[0], h)
