@@ -341,12 +341,13 @@ class Penalised(CapturedModule):
                 run = partial(self._thinned, args, kwargs)
                 return accumulated(self, run, own_loss, target, weight)
             self.calls += 1
-            found = self._accumulate_whole(call, own_loss, target, self.thinning.every * weight)
-            return *found[:2], self.thinning.every * found[2]
-        found = self._accumulate_whole(call, own_loss, target, weight)
+            every = self.thinning.every
+            out, value, penalty = self._accumulate_whole(call, own_loss, target, every * weight)
+            return out, value, every * penalty
+        results = self._accumulate_whole(call, own_loss, target, weight)
         if self._choices and self._chosen(call):
             self._shorten(args, kwargs, "bare")
-        return found
+        return results
 
     def _accumulate_whole(
         self, call: Arguments, own_loss: Loss | None, target: Any, weight: float
