@@ -22,6 +22,7 @@ import gc
 import itertools
 import os
 import re
+import sys
 import threading
 import traceback
 import warnings
@@ -82,7 +83,7 @@ class Capture:
         if self.refusal is not None and not at_once and monotonic() < self._again:
             raise self.refusal
         box = _Box(run)
-        start = monotonic()
+        start, handled = monotonic(), sys.exception()
         failure: Exception | None = None
         result: Any = None
         try:
@@ -90,7 +91,7 @@ class Capture:
         except Exception as error:
             if error is box.error:
                 raise
-            let_through(error)
+            let_through(error, handled)
             failure = error
         if failure is not None:
             refuse_distributed(net.parameters())  # which fail wherever they meet plain tensors
