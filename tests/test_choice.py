@@ -36,6 +36,7 @@ SMALL = {
     "dense": (mlp, (5, 6)),
     "convolution": (lambda: images(1), (5, 4, 8, 8)),
     "normalised": (lambda: nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), mlp(8)[1:]), (5, 6)),
+    "attention": (Attention, (5, 4, 8)),
     "recurrent": (lambda: nn.Sequential(nn.Unflatten(1, (2, 3)), Last(nn.GRU(3, 4))), (5, 6)),
 }
 LARGE = {
@@ -44,7 +45,7 @@ LARGE = {
         (512, 512),
     ),
     "in groups": (lambda: images(4), (5, 4, 8, 8)),
-    "attention": (Attention, (5, 4, 8)),
+    "attention": (Attention, (8, 300, 8)),
 }
 
 
