@@ -93,7 +93,8 @@ def _launch(name: str, processes: int) -> set[str]:
         cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
-    found = re.findall(r"rank \d+: weights add up to (\S+)", done.stdout)
+    # the lines of two processes may stand on one
+    found = re.findall(r"rank \d+: weights add up to (-?\d+\.\d{12})", done.stdout)
     assert len(found) == processes
     return set(found)
 

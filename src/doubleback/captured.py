@@ -72,19 +72,33 @@ class Site:
         return self.open.at(self.numbers)
 
 
-Way = Literal["stock", "patched", "bare"]
+Way = Literal["stock", "patched", "bare", "math"]
 
 
 def derivatives(way: Way) -> AbstractContextManager:
     """Whose second derivatives autograd uses inside. "stock": PyTorch's, with attention on its
     unfused kernel, the only one that has any; "patched": the library's, fused attention's among
     them, where this version of PyTorch can be patched; "bare": PyTorch's as they are, for networks
-    that are known to need no others."""
+    that are known to need no others, "math": likewise, but for attention, as "stock"."""
     if way == "bare":
         return nullcontext()
     if way == "patched" and supported(torch.__version__):
         return patched()
     return sdpa_kernel(SDPBackend.MATH)
+
+
+def as_written(net: nn.Module, way: Way) -> AbstractContextManager:
+    """Inside, the network runs as it was written: what torch.compile made of it, or of parts of it,
+    has no second derivative. By the way "bare" no network goes that has such parts alone."""
+    if is_compiled(net) or (way != "bare" and any(map(is_compiled, net.modules()))):
+        return torch.compiler.set_stance("force_eager")
+    return nullcontext()
+
+
+def is_compiled(net: nn.Module) -> bool:
+    """Whether it is what `torch.compile` returned, or its `compile()` was called."""
+    wrapped = getattr(net, "_orig_mod", None)
+    return net._compiled_call_impl is not None or isinstance(wrapped, nn.Module)
 
 
 SETTLED = 50  # calls of one size after which it is worth a flat graph of its own
@@ -146,7 +160,17 @@ class CapturedModule(nn.Module):
         return {n: v for n, v in self.__dict__.items() if n not in self._transient}
 
     _transient = frozenset(
-        ("_bound", "_plans", "_families", "_programs", "_choices", "_warned", "_refusal", "_run")
+        (
+            "_bound",
+            "_plans",
+            "_families",
+            "_programs",
+            "_choices",
+            "_warned",
+            "_refusal",
+            "_run",
+            "_partly_compiled",
+        )
     )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -183,8 +207,9 @@ class CapturedModule(nn.Module):
     def _through(self, run: Callable, call: Arguments) -> tuple[Way | None, Any]:
         """(None, what the network returns with `run` in the place of its operations); or the way in
         which the call has to run on autograd, and nothing."""
-        if self._chosen(call):
-            return "bare", None
+        chosen = self._chosen(call)
+        if chosen is not None:
+            return chosen, None
         if self.sweeps is False or not self._captures(call):
             return "patched", None
 
@@ -211,15 +236,22 @@ class CapturedModule(nn.Module):
         if self.sweeps is not None:
             return not self.sweeps
         particular = self.compile_mode or self.strict or self.debug or self.flatten_after is None
-        return CHOOSE and not particular
+        return CHOOSE and not particular and not self._partly_compiled
 
-    def _chosen(self, call: Arguments) -> bool:
-        """Whether this call runs on autograd because that is quicker, by what was found at the
-        first call of about its size."""
+    @cached_property
+    def _partly_compiled(self) -> bool:
+        """Whether parts of the network, but not the whole, are what torch.compile made of them."""
+        return not is_compiled(self.net) and any(map(is_compiled, self.net.modules()))
+
+    def _chosen(self, call: Arguments) -> Way | None:
+        """How this call runs on autograd because that is quicker, by what was found at the first
+        call of about its size; None where it does not."""
         if not self._choices or self.sweeps is False or not self._free_to_choose() or counting():
-            return False
+            return None
         choice = self._choices.get(self._size(call))
-        return choice is not None and choice.autograd
+        if choice is None or not choice.autograd:
+            return None
+        return "math" if choice.attends else "bare"
 
     def _size(self, call: Arguments) -> tuple:
         """Calls between one power of two and the next count as one size."""
@@ -253,7 +285,7 @@ class CapturedModule(nn.Module):
             self._refusal = None
             capture_of(self.net, self.output).refusal = None
             raise
-        if way != "bare" and self._refusal is not None and not self._warned:
+        if way not in ("bare", "math") and self._refusal is not None and not self._warned:
             self._warned = True
             warn(f"{self._refusal}\n  Until then it runs on autograd.")
         return result
@@ -451,12 +483,14 @@ _PRODUCTS = (aten.linear, aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.matm
 @dataclass(frozen=True)
 class Choice:
     """spared: microseconds of a step that the sweeps save; host: what they cost; step: how long it
-    takes, all by estimate. possible: whether stock autograd knows every derivative."""
+    takes, all by estimate. possible: whether stock autograd knows every derivative; attends: if
+    attention is taken by its kernel of single operations."""
 
     spared: float
     host: float
     step: float
     possible: bool
+    attends: bool = False
 
     @property
     def autograd(self) -> bool:
@@ -485,7 +519,7 @@ def choose(graph: Graph) -> Choice:
     metas = [m for m in graph.values if m is not None]
     if any(m.device.type != "cpu" for m in metas):
         return Choice(0.0, 0.0, 0.0, False)
-    spared, work, host = 0.0, 0.0, HOST
+    spared, work, host, attends = 0.0, 0.0, HOST, False
     for node in graph.nodes:
         if not node.inputs:
             continue
@@ -495,12 +529,15 @@ def choose(graph: Graph) -> Choice:
         work += own
         spared += saved
         host += more
-    return Choice(spared, host, STEP * work, True)
+        attends |= _packet(node) is aten.scaled_dot_product_attention
+    return Choice(spared, host, STEP * work, True, attends)
 
 
 def _known_twice(node: Node) -> bool:
     if any(name in str(node.op) for name in _NOT):
         return False
+    if _packet(node) is aten.scaled_dot_product_attention:
+        return node.argument(4, "dropout_p", 0.0) == 0
     return _packet(node) in _ALSO or find_rule(node.op).structure in _DIFFERENTIATED_TWICE
 
 
@@ -526,6 +563,10 @@ def _cost(graph: Graph, node: Node) -> tuple[float, float, float]:
     if packet in _PRODUCTS:
         inner = graph.shape(node.inputs[1 if packet in (aten.addmm, aten.baddbmm) else 0])[-1]
         return max(2 * math.prod(shape) * inner / FLOPS, passes), 0.0, 0.0
+    if packet is aten.scaled_dot_product_attention:  # which the sweeps take without its scores
+        keys = graph.shape(node.inputs[1])[-2]
+        scores = math.prod(graph.shape(node.inputs[0])[:-1]) * keys * 4 / BYTES
+        return max(4 * math.prod(shape) * keys / FLOPS, passes), 20 * scores, 0.0
     structure = find_rule(node.op).structure
     if structure is Structure.STANDARDISATION:
         return 2 * passes, 6 * once, NORM

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ._torch import next_node, peek_interpreter_stack, pytree
 from .capture import Arguments, choose_output, global_hooks, requires_grad
-from .captured import CapturedModule, Site, Way, derivatives
+from .captured import CapturedModule, Site, Way, as_written, derivatives, is_compiled
 from .counting import counting
 from .errors import InputError, refuse_unused, warn
 from .explain import Explanation, explain
@@ -155,7 +155,7 @@ class Penalised(CapturedModule):
         self._pairs: dict[Any, Any] = {}  # None: refused
         self._carried: dict[Any, Tensor] = {}  # singular vectors, from call to call
         self._warned_of_graph = False
-        self._short: dict[Any, bool] = {}  # shapes of calls that go to autograd at once
+        self._short: dict[Any, Way] = {}  # shapes of calls that go to autograd at once
         self._apart: set[int] = set()  # batches whose examples do not depend on one another
 
     # ------------------------------------------------------------------------------ calls
@@ -219,8 +219,8 @@ class Penalised(CapturedModule):
         return self.net(*args[: len(args) - len(call.extra)], **kwargs)
 
     def _whole(self, args: tuple, kwargs: Mapping[str, Any]) -> tuple[Any, Tensor]:
-        if self._short and self._is_short(args, kwargs):
-            result, _, _, penalty = self._shortly(args)
+        if self._short and (short := self._short_way(args, kwargs)) is not None:
+            result, _, _, penalty = self._shortly(args, short)
             return result, penalty
         call = self._call(args, kwargs)
         gradients = torch.is_grad_enabled()
@@ -258,28 +258,31 @@ class Penalised(CapturedModule):
     # small the host's work is all there is.
 
     def _shorten(self, args: tuple, kwargs: Mapping[str, Any], way: Way) -> None:
-        plain = not kwargs and self.wrt == 0 and self.output is None
-        if way == "bare" and plain and all(type(t) is Tensor for t in args):
-            remember(self._short, self._shape_of(args), True)
+        plain = not kwargs and self.wrt == 0 and self.output is None and not is_compiled(self.net)
+        if way in ("bare", "math") and plain and all(type(t) is Tensor for t in args):
+            remember(self._short, self._shape_of(args), way)
 
     def _shape_of(self, args: tuple) -> tuple:
         return self.net.training, *[(t.shape, t.dtype, t.device) for t in args]
 
-    def _is_short(self, args: tuple, kwargs: Mapping[str, Any]) -> bool:
-        if kwargs or not all([type(t) is Tensor for t in args]) or counting():
-            return False
-        known = self._shape_of(args) in self._short and self._free_to_choose()
-        odd = any([t.is_inference() for t in args]) or any(global_hooks())
-        return known and not odd and torch.is_grad_enabled() and peek_interpreter_stack() is None
+    def _short_way(self, args: tuple, kwargs: Mapping[str, Any]) -> Way | None:
+        if kwargs or not all([type(t) is Tensor for t in args]) or not torch.is_grad_enabled():
+            return None
+        way = self._short.get(self._shape_of(args))
+        if way is None or not self._free_to_choose() or counting() or any(global_hooks()):
+            return None
+        odd = any([t.is_inference() for t in args]) or peek_interpreter_stack() is not None
+        return None if odd else way
 
-    def _shortly(self, args: tuple) -> tuple[Any, Tensor, Tensor | None, Tensor]:
+    def _shortly(self, args: tuple, way: Way) -> tuple[Any, Tensor, Tensor | None, Tensor]:
         """(what net returns, its output, the sum of the losses that v is the gradient of, the
         penalty)."""
         penalty, split = self.penalty, len(args) - self.penalty.extras
         x, extra, out = args[0], args[split:], None
         leaves = _places((x,))
         try:
-            result = self.net(leaves[0], *args[1:split])
+            with derivatives(way):
+                result = self.net(leaves[0], *args[1:split])
             out = result if type(result) is Tensor else choose_output(result, None)
             penalty.quick_check(out.shape, (x,), *extra)
             unused = None if self.allow_unused else partial(refuse_unused, self.wrt)
@@ -328,8 +331,10 @@ class Penalised(CapturedModule):
             )
         own_loss, args, target = self._loss(loss, args)
         thin = self.thinning and self.training
-        if self._short and not thin and not several() and self._is_short(args, kwargs):
-            return self._accumulate_shortly(args, own_loss, target, weight)
+        if self._short and not thin and not several():
+            short = self._short_way(args, kwargs)
+            if short is not None:
+                return self._accumulate_shortly(args, short, own_loss, target, weight)
         call = self._call(args, kwargs)
         if self.penalty.own_loss is not None:
             target = call.extra[0]
@@ -341,12 +346,13 @@ class Penalised(CapturedModule):
                 run = partial(self._thinned, args, kwargs)
                 return accumulated(self, run, own_loss, target, weight)
             self.calls += 1
-            found = self._accumulate_whole(call, own_loss, target, self.thinning.every * weight)
-            return *found[:2], self.thinning.every * found[2]
-        found = self._accumulate_whole(call, own_loss, target, weight)
-        if self._choices and self._chosen(call):
-            self._shorten(args, kwargs, "bare")
-        return found
+            every = self.thinning.every
+            out, value, penalty = self._accumulate_whole(call, own_loss, target, every * weight)
+            return out, value, every * penalty
+        results = self._accumulate_whole(call, own_loss, target, weight)
+        if self._choices and (way := self._chosen(call)) is not None:
+            self._shorten(args, kwargs, way)
+        return results
 
     def _accumulate_whole(
         self, call: Arguments, own_loss: Loss | None, target: Any, weight: float
@@ -388,13 +394,13 @@ class Penalised(CapturedModule):
         return result, told[0], told[1]
 
     def _accumulate_shortly(
-        self, args: tuple, loss: Loss | None, target: Any, weight: float
+        self, args: tuple, way: Way, loss: Loss | None, target: Any, weight: float
     ) -> tuple[Any, Tensor, Tensor]:
         if self.penalty.own_loss is not None:
             target = args[len(args) - self.penalty.extras]
         if loss is not None:
             _refuse_moving(target)
-        result, out, summed, penalty = self._shortly(args)
+        result, out, summed, penalty = self._shortly(args, way)
         if loss is None:
             value = torch.zeros((), device=out.device)
         elif summed is not None and self.penalty.shares(loss):
@@ -567,7 +573,7 @@ def autograd_penalty(
         leaves = _places(x)
         result = run(leaves)
         out = choose(result)
-        if way == "bare":
+        if way in ("bare", "math"):
             values = quick_values(out, leaves, penalty, extra, graph, unused)[1]
         else:
             values = _values(out, leaves, penalty, extra, graph, unused, seeds)
@@ -647,7 +653,8 @@ def on_autograd(model: Penalised, call: Arguments, way: Way = "patched") -> tupl
 
     def run(x: Sequence[Tensor]) -> Any:
         args, kwargs = call.with_x(x)
-        return model.net(*args, **kwargs)
+        with as_written(model.net, way):
+            return model.net(*args, **kwargs)
 
     def choose(result: Any) -> Tensor:
         out = choose_output(result, model.output)
@@ -822,7 +829,8 @@ class WithGradient(CapturedModule):
         with torch.enable_grad(), derivatives(way):
             x = _places(call.x)
             args, kwargs = call.with_x(x)
-            result = self.net(*args, **kwargs)
+            with as_written(self.net, way):
+                result = self.net(*args, **kwargs)
             out = choose_output(result, self.output)
             self._seed.check(out.shape, x[:1])
             v = self._seed.seed(out)

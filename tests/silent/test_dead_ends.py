@@ -270,3 +270,28 @@ def test_attention_that_decides_a_size():
     model = db.Penalised(Routed(False), db.LossGradient("cross_entropy"), strict=True)
     with pytest.raises(db.CaptureError, match="computed from the penalised input"):
         model(x, y)
+
+
+def test_a_capture_that_fails_logs_nothing(caplog):
+    """PyTorch logs the failure of an operator on tensors without numbers, with its whole trace,
+    before it raises: here an einsum under autocast."""
+
+    class Contraction(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(6, 6), nn.Linear(24, 3)
+            self.w = nn.Parameter(torch.randn(6, 6, 6) / 6)
+
+        def forward(self, x):
+            h = self.first(x)
+            return self.last(torch.einsum("bti,ijk,btk->btj", h, self.w, h).flatten(1))
+
+    model = db.Penalised(Contraction().float(), db.LossGradient("cross_entropy"))
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before = log.level
+    with caplog.at_level(logging.DEBUG), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with torch.autocast("cpu", dtype=torch.float16):
+            model(torch.randn(2, 4, 6).float(), torch.tensor([0, 1]))
+    assert not [r for r in caplog.records if "fake_tensor" in r.name]
+    assert log.level == before

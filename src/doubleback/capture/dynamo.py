@@ -20,6 +20,7 @@ from __future__ import annotations
 import enum
 import gc
 import itertools
+import logging
 import os
 import re
 import sys
@@ -268,9 +269,11 @@ def trackers_off() -> Iterator[None]:
 
 
 class _Quiet:
-    """Warnings that PyTorch raises about its own calls while it captures are nobody's business."""
+    """What PyTorch warns and logs of its own calls while it captures is nobody's business: a
+    capture that fails says itself why."""
 
-    held: ClassVar[list[warnings.catch_warnings]] = []
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    held: ClassVar[list[tuple[warnings.catch_warnings, int]]] = []
 
     @classmethod
     def install(cls) -> None:
@@ -282,14 +285,17 @@ class _Quiet:
     @classmethod
     def start(cls, _: Any) -> None:
         if _boxes():
-            cls.held.append(warnings.catch_warnings())
-            cls.held[-1].__enter__()
+            cls.held.append((warnings.catch_warnings(), cls.log.level))
+            cls.held[-1][0].__enter__()
             warnings.simplefilter("ignore")
+            cls.log.setLevel(logging.CRITICAL)
 
     @classmethod
     def end(cls, _: Any) -> None:
         if _boxes() and cls.held:
-            cls.held.pop().__exit__(None, None, None)
+            caught, level = cls.held.pop()
+            cls.log.setLevel(level)
+            caught.__exit__(None, None, None)
 
 
 class _Escape(Exception):
