@@ -18,7 +18,7 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --constraint
 STAMP := .venv/.doubleback
 
 .DELETE_ON_ERROR:
-.PHONY: setup demo reproduce examples test test-integrations test-forces test-zoo test-operators docs lint types fuzz fuzz-faults mutate bench readme clean
+.PHONY: setup demo reproduce examples test pytest test-integrations test-forces test-zoo test-operators docs lint types fuzz fuzz-faults mutate bench readme clean
 
 setup: $(STAMP)
 
@@ -39,7 +39,11 @@ reproduce: $(STAMP)
 examples: $(STAMP)
 	@$(BIN)/python -m examples $(ARGS)
 
-test: lint types
+# Types are checked beside the tests: pyright keeps one core busy for a while.
+test: lint
+	@$(MAKE) --no-print-directory -j 2 types pytest
+
+pytest: $(STAMP)
 	@$(BIN)/python -m pytest -n 2 --dist worksteal -q $(ARGS)
 
 test-integrations: $(STAMP)

@@ -315,6 +315,9 @@ def price(columns: dict[str, dict[str, Any]]) -> None:
 def command_line() -> str:
     """The command as others would type it: without the folders of this machine."""
     words = sys.argv[1:]
+    if "--gates" in words[:-1]:
+        at = words.index("--gates")
+        del words[at : at + 2]
     if "--out" in words[:-1]:
         at = words.index("--out") + 1
         words[at] = Path(words[at]).name

@@ -23,14 +23,17 @@ from doubleback.run import flattening
 pytest.register_assert_rewrite("support")  # so that its assertions show their values too
 torch.set_num_threads(1)
 
-# What only costs time, a fifth of the suite's. Dynamo flushes the CPU's caches to time each new
-# guard, for its log alone. pytest listens to every logger that does not propagate, so that PyTorch
-# would write its trace, with a stack to each tensor. What is imported is never garbage.
+# What only costs time, a fifth of the suite's: Dynamo flushes the CPU's caches to time each new
+# guard, for its log alone; pytest listens to every logger that does not propagate, so that PyTorch
+# would write its trace, with a stack to each tensor.
 guards.profile_guard_manager = lambda *_: 0.0
 logging.getLogger("torch.__trace").propagate = True
 
 
-def pytest_collection_finish() -> None:
+@pytest.fixture(autouse=True, scope="module")
+def nothing_old_is_collected() -> None:
+    """What is there before a module's tests, imports and PyTorch's caches, is no garbage: the
+    collector need not look through it again and again."""
     gc.collect()
     gc.freeze()
 

@@ -193,6 +193,61 @@ def test_an_outer_compiler_calls_the_model_as_it_is(sweeps):
         assert torch.allclose(inside(x, y), expected["penalty"], rtol=1e-10)
 
 
+class Unbelievable(nn.Module):
+    """Cannot be captured, and so runs on autograd."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, x):
+        return self.net(x) if float(x.detach().sum()) < 1e9 else x
+
+
+def in_part(net: nn.Module) -> nn.Module:
+    net[0].compile(backend="aot_eager")
+    return net
+
+
+COMPILED = {
+    "the whole": lambda net: torch.compile(net, backend="aot_eager"),
+    "in place": lambda net: (net.compile(backend="aot_eager"), net)[1],
+    "a part": in_part,
+    "not captured": lambda net: Unbelievable(torch.compile(net, backend="aot_eager")),
+}
+
+
+@pytest.mark.filterwarnings("ignore::doubleback.errors.CaptureWarning")
+@pytest.mark.parametrize("sweeps", [None, True])
+@pytest.mark.parametrize("kind", COMPILED)
+def test_a_compiled_network(kind, sweeps):
+    """What AOTAutograd made of it has no double backward, and is not what runs on autograd."""
+    torch.manual_seed(0)
+    net, x, y = mlp().double(), torch.randn(5, 6).double(), labels((5,))
+    expected = step(db.Penalised(copy.deepcopy(net), db.LossGradient("cross_entropy")), x, y)
+    model = db.Penalised(COMPILED[kind](net), db.LossGradient("cross_entropy"), sweeps=sweeps)
+    potential = db.WithGradient(model.net, v=0, sweeps=sweeps)
+    for _ in range(3):
+        found = step(model, x, y)
+        for theirs, ours in zip(expected.values(), found.values(), strict=True):
+            assert torch.allclose(ours, theirs, rtol=1e-10, atol=1e-13)
+        potential(x)[1].square().sum().backward()
+    if kind != "not captured":
+        assert db.check(model, x, y).worst <= 1e-10
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # Dynamo's own look at the penalty
+def test_a_compiled_training_step():
+    torch.manual_seed(0)
+    net, x, y = mlp().double(), torch.randn(5, 6).double(), labels((5,))
+    model = db.Penalised(net, db.LossGradient("cross_entropy"))
+    expected = step(db.Penalised(copy.deepcopy(net), db.LossGradient("cross_entropy")), x, y)
+    compiled = torch.compile(lambda: step(model, x, y), backend="aot_eager")
+    for _ in range(3):
+        for name, found in compiled().items():
+            assert torch.allclose(found, expected[name], rtol=1e-10, atol=1e-13), name
+
+
 # From the third call of one shape on, arguments are not taken apart any more.
 
 

@@ -176,15 +176,22 @@ def test_an_error_of_the_users_own_is_shown_whole(nets, capsys):
         ("demo", "--weight", "nan"),
         ("demo", "--epochs", "0"),
         ("polish",),
-        (),
     ],
     ids=" ".join,
 )
 def test_what_cannot_be_parsed_exits_with_2(capsys, arguments):
+    """One line, which says where to read on."""
     with pytest.raises(SystemExit) as stop:
         _run(*arguments)
     assert stop.value.code == 2
-    assert "usage: doubleback" in capsys.readouterr().err
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("doubleback: ") and line.endswith("--help)")
+
+
+def test_nothing_at_all_shows_the_commands(capsys):
+    assert _run() == 2
+    error = capsys.readouterr().err
+    assert error.startswith("usage: doubleback") and "landscape" in error
 
 
 def _idx(path: Path, values: torch.Tensor) -> None:

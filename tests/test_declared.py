@@ -185,6 +185,28 @@ def test_products_count_as_explained(name):
     assert model.explain(x).total == vars(ops)
 
 
+def test_products_count_as_the_dense_layers_they_are():
+    class Net(nn.Module):
+        def __init__(self, product):
+            super().__init__()
+            self.w, self.product = nn.Parameter(torch.randn(4, 4)), product
+
+        def forward(self, x):
+            return self.product(self.product(x, self.w).tanh(), self.w)
+
+    def counted(product) -> dict[str, int]:
+        model = db.Penalised(Net(product), db.OutputGradient(1), strict=True)
+        with db.count_operations() as ops:
+            out, penalty = model(torch.randn(5, 4))
+            (out.square().sum() + penalty).backward()
+        return vars(ops)
+
+    wanted = counted(nn.functional.linear)
+    assert wanted["transpose"] and wanted["weight_adjoint"]
+    assert counted(lambda x, w: x @ w.t()) == wanted
+    assert counted(lambda x, w: torch.einsum("bi,ji->bj", x, w)) == wanted
+
+
 def test_a_product_from_the_left_couples_examples():
     """A x mixes the rows of x, x A does not, although both are one operator."""
 

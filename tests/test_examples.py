@@ -183,8 +183,10 @@ def test_robustness_is_drawn_from_the_numbers_of_several_runs(tmp_path, capsys, 
     assert [len(record["numbers"][m.name]) for m in example.methods()] == [2] * 7
     assert (tmp_path / "robustness.png").stat().st_size > 1000
     second = json.loads(Path(files[1]).read_text())
+    Path(files[1]).write_text(json.dumps({**second, "weights": {"spectral norm": 0.7}}))
+    assert main("--from", *files, "--out", str(tmp_path)) == 0  # each run chose its own
+    assert "spectral norm 0.1 or 0.7" in (tmp_path / "robustness.json").read_text()
     for changed, told in (
-        ({**second, "weights": {}}, "other weights than"),
         ({**second, "settings": {}}, "other settings than"),
         ({k: v for k, v in second.items() if k != "plain, seed 4"}, "has no plain"),
     ):

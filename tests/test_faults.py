@@ -252,6 +252,21 @@ def test_an_interruption_that_pytorch_turns_into_an_error(way, monkeypatch):
     assert calls  # the sweeps are flattened now
 
 
+def test_a_network_that_cannot_be_captured_while_an_interruption_is_handled():
+    """As by a loop that evaluates once more before it ends: no interruption is raised again."""
+
+    class Branching(Net):
+        def forward(self, x):
+            return super().forward(x) if x.sum() < 1e9 else x
+
+    trial = Trial("flat", Branching())
+    try:
+        raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        with pytest.warns(db.CaptureWarning, match="branching"):
+            trial.step(trial.data())
+
+
 # ------------------------------------------------------------------------------- users' own code
 
 

@@ -126,6 +126,29 @@ def test_compiled_graphs_heed_deterministic_algorithms(monkeypatch):
     torch.testing.assert_close(found, sum_of_three(*tensors)[0])
 
 
+@pytest.mark.parametrize("turned", [False, True])
+def test_tensors_that_lie_inside_of_longer_ones_are_copied(turned):
+    """As those that Inductor hands on after a concatenation may."""
+    stand_in = torch.randn(6, 4).t() if turned else torch.randn(4, 6)
+    graph = make_fx(lambda a, b: a.sin() + b)(stand_in, torch.ones(4, 6)).graph
+    seen = []
+    run = inductor.laid_out(graph, [stand_in, torch.ones(4, 6)], lambda given: seen.extend(given))
+    whole = torch.randn(6, 9)[:, :4].t() if turned else torch.randn(4, 9)[:, :6]
+    for given in (whole, whole.contiguous(), stand_in):
+        seen.clear()
+        run([given, torch.ones(4, 6)])
+        assert seen[0].stride() == stand_in.stride() and torch.equal(seen[0], given)
+
+
+def test_what_a_graph_writes_to_is_not_copied():
+    x = torch.randn(4, 6)
+    graph = make_fx(lambda a: a.add_(1))(x).graph
+    whole = torch.randn(4, 9)[:, :6]
+    seen = []
+    inductor.laid_out(graph, [x], lambda given: seen.extend(given))([whole])
+    assert seen[0] is whole
+
+
 # Between sweeps -------------------------------------------------------------------------------
 
 
@@ -347,3 +370,15 @@ def test_a_compiled_step_for_all_sizes_is_compiled_once(monkeypatch):
             x, y = torch.randn(rows, 8), torch.randint(3, (rows,))
             model.accumulate(x, y, loss="cross_entropy", weight=1.0)
     assert len(made) == 1
+
+
+def test_an_estimate_refuses_nothing():
+    """PyTorch's own formulas raise at shapes that its kernels take (grouped queries)."""
+    graph = torch.fx.Graph()
+    a, b = graph.placeholder("a"), graph.placeholder("b")
+    product = graph.call_function(aten.mm.default, (a, b))
+    a.meta["val"], b.meta["val"] = torch.empty(2, 3), torch.empty(4, 5)
+    product.meta["val"] = torch.empty(2, 5)
+    graph.output((product,))
+    assert inductor._operations(product) == 0
+    assert inductor.traffic(graph, dict.fromkeys(graph.nodes, 0)) == 4 * (6 + 20 + 10)

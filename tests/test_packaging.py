@@ -1,4 +1,5 @@
-"""The wheel: what is in it, what it announces, and that it imports with torch alone."""
+"""The wheel: what is in it, what it announces, where its links lead, and that it imports with torch
+alone."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from doubleback.cli import commands
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-HEAVY = ("sympy", "torch._dynamo", "torch._inductor", "matplotlib", "rich", "sklearn", "numpy")
+HEAVY = ("sympy", "torch._dynamo", "torch._inductor", "matplotlib", "rich", "sklearn", "numpy",
+         "triton")  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +51,33 @@ def test_its_metadata(wheel):
         found.get_all("Provides-Extra")
     )
     assert found.get_all("Project-URL")
+
+
+def test_its_description_has_no_link_into_the_repository(wheel):
+    """A package index shows it without the files beside it."""
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (n for n in archive.namelist() if n.endswith("METADATA"))
+        found = email.message_from_bytes(archive.read(name))
+    text = found.get_payload(decode=True).decode()
+    assert found["Description-Content-Type"].startswith("text/markdown")
+    assert text.startswith("# doubleback") and "which one do I want?" in text
+    prose = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    links = re.findall(r"\]\(([^)]*)\)", prose)
+    assert links and not [link for link in links if not link.startswith("https://")]
+
+
+def test_links_lead_into_the_repository_once_it_has_an_address():
+    pytest.importorskip("hatchling")
+    from tools import package_readme
+
+    found = package_readme.description(
+        (ROOT / "README.md").read_text(encoding="utf-8"), "https://example.org/doubleback"
+    )
+    links = re.findall(r"\]\((https://example.org/doubleback/[^)]*)\)", found)
+    assert "https://example.org/doubleback/raw/HEAD/docs/pictures/prices.svg" in links
+    for link in links:
+        path = re.sub(r"^https://example.org/doubleback/(blob|raw)/HEAD/", "", link)
+        assert (ROOT / path.partition("#")[0]).exists(), link
 
 
 def test_extras_have_what_doctor_asks_for():

@@ -10,6 +10,7 @@ import ast
 import re
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -20,6 +21,17 @@ from tools.draw_rooms import DRAWING, ORDER, ROOT, Import, draw, imports, module
 BOOK = DRAWING.with_name("architecture.md")
 LEVEL = {room: level for level, rooms in enumerate(ORDER) for room in rooms}
 MOST_FLAT = 12  # modules that lie at the top level, beside the rooms
+MOST_FILES = 75  # a file is one thought: two that are one are merged
+
+
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@cache
+def own_imports() -> list[Import]:
+    return imports()
 
 
 def through_a_wall(found: Import, known: dict[tuple[str, ...], Path]) -> bool:
@@ -49,29 +61,30 @@ def cycle(found: list[Import]) -> list[tuple[str, ...]]:
 
 def test_doors():
     known = modules()
-    assert not [str(found) for found in imports() if through_a_wall(found, known)]
+    assert not [str(found) for found in own_imports() if through_a_wall(found, known)]
 
 
 def test_order():
     rooms = {name[0] if name else "" for name in modules()}
     assert rooms <= set(LEVEL), "a new room: give it its place in ORDER"
-    assert not [str(found) for found in imports() if upwards(found)]
+    assert not [str(found) for found in own_imports() if upwards(found)]
 
 
 def test_no_cycles():
-    assert not cycle(imports())
+    assert not cycle(own_imports())
 
 
-def test_few_modules_lie_flat():
+def test_few_files_and_few_of_them_flat():
     flat = [path.name for path in ROOT.glob("*.py") if not path.name.startswith("__")]
     assert len(flat) <= MOST_FLAT, flat
+    assert len(list(ROOT.rglob("*.py"))) <= MOST_FILES
 
 
 def test_a_class_name_occurs_once():
     names = Counter(
         node.name
         for path in modules().values()
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(parsed(path))
         if isinstance(node, ast.ClassDef)
     )
     assert not [name for name, count in names.items() if count > 1]
@@ -86,7 +99,7 @@ def test_every_hop_of_the_book_exists():
     rows = re.findall(r"^\| \d+ \| `(.+?)` \| (.+?) \|", BOOK.read_text(), flags=re.M)
     assert len(rows) > 20
     for name, functions in rows:
-        defined = set(_defined(ast.parse((ROOT / name).read_text())))
+        defined = set(_defined(parsed(ROOT / name)))
         for function in re.findall(r"`(.+?)`", functions):
             assert function in defined, f"{name} defines no {function}"
 
@@ -108,10 +121,8 @@ def _defined(tree: ast.AST, prefix: str = "") -> Iterator[str]:
 
 @pytest.mark.parametrize("room", [r for rooms in ORDER for r in rooms])
 def test_a_room_says_what_it_is(room):
-    path = modules().get((room,) if room else ())
-    if path is None:
-        pytest.skip("not built yet")
-    assert ast.get_docstring(ast.parse(path.read_text()))
+    path = modules()[(room,) if room else ()]
+    assert ast.get_docstring(parsed(path))
 
 
 # ------------------------------------------------------------------------------- the tests
@@ -125,7 +136,7 @@ def test_no_test_imports_another():
     found = [
         f"{path.name}:{node.lineno}"
         for path in TESTS
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(parsed(path))
         if isinstance(node, (ast.Import, ast.ImportFrom))
         for name in (getattr(node, "module", None) or "", *(a.name for a in node.names))
         if name.startswith("test_") or name == "conftest"
@@ -139,7 +150,7 @@ def test_no_test_reaches_into_a_model():
         node.name if isinstance(node, ast.FunctionDef) else node.attr
         for name in ("captured", "penalised")
         if (path := ROOT / f"{name}.py").exists()
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(parsed(path))
         if isinstance(node, ast.FunctionDef)
         or (isinstance(node, ast.Attribute) and ast.unparse(node.value) == "self")
     }
@@ -148,7 +159,7 @@ def test_no_test_reaches_into_a_model():
     found = [
         f"{path.name}:{node.lineno} {ast.unparse(node)}"
         for path in TESTS
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(parsed(path))
         if isinstance(node, ast.Attribute) and node.attr in private
         if ast.unparse(node.value) not in ("self", "planner")
     ]

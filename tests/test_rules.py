@@ -434,3 +434,19 @@ def test_pieces_are_joined_as_the_whole_lay_in_memory(op, arguments, order, abse
     (found,) = rule.backward(call, tuple(given), (True,))
     assert torch.equal(found, leaf.grad)
     assert found.stride() == x.stride()
+
+
+class Complex(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = torch.nn.Linear(3, 4), torch.nn.Linear(4, 2)
+
+    def forward(self, x):
+        z = torch.view_as_complex(self.first(x).unflatten(1, (2, 2)))
+        return self.last(torch.view_as_real(z * z.conj().sin()).flatten(1))
+
+
+def test_tangents_through_complex_views():
+    """Which `check_rule` has no samples of."""
+    model = db.Penalised(Complex(), db.OutputGradient(1), flatten_after=None)
+    assert db.check(model, torch.randn(4, 3)).worst < 1e-10

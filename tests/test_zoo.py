@@ -632,14 +632,10 @@ def test_random_state_advances_as_in_the_net():
 def test_flattened_sweeps_equal_those_node_by_node(case):
     """The straight list of kernel calls against the walk over the plan, a fifth of the zoo."""
     found = []
+    bench = Bench(case)
+    net, args = bench.net, bench.args
     for after in (None, 0):
-        torch.manual_seed(0)
-        net = case.make().double().train(case.train)
-        args = tree_map_only(
-            Tensor,
-            lambda t: t.double() if t.is_floating_point() else t,
-            case.inputs(torch.Generator().manual_seed(1)),
-        )
+        bench.rewind()
         model = db.Penalised(
             net, db.Custom(lambda out: out * out), wrt=case.wrt, output=case.output,
             allow_unused=case.name in UNUSED, strict=True, flatten_after=after,
@@ -648,7 +644,8 @@ def test_flattened_sweeps_equal_those_node_by_node(case):
         _, penalty = model(*args)
         if penalty.requires_grad:
             penalty.backward()
-        found.append([penalty.detach(), *(p.grad for p in net.parameters()), *net.buffers()])
+        buffers = [t.clone() for t in net.buffers()]
+        found.append([penalty.detach(), *(p.grad for p in net.parameters()), *buffers])
     scale = max(float(t.norm()) for t in found[0] if t is not None and t.is_floating_point())
     for walked, flat in zip(*found, strict=True):
         assert (walked is None) == (flat is None)

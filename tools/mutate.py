@@ -60,7 +60,7 @@ FILES = [
 ]
 TESTS = (
     "test_structure", "test_penalties", "test_rules", "test_forms", "test_norms", "test_declared",
-    "test_renewal",
+    "test_renewal", "test_jacobian", "test_directions", "silent/test_random",
 )  # fmt: skip
 SLOW = 6.0  # seconds of one test, beyond which it is left out
 KEY = ("file", "function", "text", "before", "after")
@@ -496,6 +496,7 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="say how many there are")
     parser.add_argument("--again", action="store_true", help="those of --json that survived")
     given = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # its processes are ended too
     earlier = json.loads(given.json.read_text()) if given.again else None
     if earlier:
         given.seed, given.only, given.mutants = (earlier[n] for n in ("seed", "only", "mutants"))

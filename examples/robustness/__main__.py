@@ -361,14 +361,21 @@ class Kept:
 
     @classmethod
     def merged(cls, paths: list[str]) -> Kept:
-        """What several runs with the same settings and weights found, each for seeds of its own."""
+        """What several runs with the same settings found, each for seeds of its own and with the
+        weights that it chose."""
         kept = cls(None)
         kept.held = {}
+        chosen: dict[str, set[float]] = {}
         for path in paths:
             for name, value in _read(Path(path), "--from").items():
-                if name in ("settings", "weights") and kept.held.get(name, value) != value:
+                if name == "settings" and kept.held.get(name, value) != value:
                     raise common.UsageError(f"--from {path}: has other {name} than {paths[0]}")
+                if name == "weights":
+                    for method, weight in value.items():
+                        chosen.setdefault(method, set()).add(weight)
                 kept.held.setdefault(name, value)
+        if chosen:
+            kept.held["weights"] = {method: sorted(chosen[method]) for method in chosen}
         short = [name for name in ("settings", "weights") if name not in kept.held]
         found = kept.found()
         short += [m.name for m in methods() if len(found.get(m.name, ())) < len(kept.seeds)]
@@ -518,10 +525,16 @@ def report(kept: Kept) -> common.Report:
     )
     if raced is not None:
         _tell_race(made, raced, middle)
-    told = ", ".join(f"{name} {weight:g}" for name, weight in weights.items())
+    chosen = {
+        name: weight if isinstance(weight, list) else [weight] for name, weight in weights.items()
+    }
+    told = ", ".join(
+        f"{name} {' or '.join(f'{w:g}' for w in values)}" for name, values in chosen.items()
+    )
     made.notes.append(
         "weights of the penalties, chosen on a fifth of the training images held out (best under "
-        f"PGD-10 among those that lose at most half a point of clean accuracy there): {told}"
+        f"PGD-10 among those that lose at most half a point of clean accuracy there; runs of "
+        f"several processes choose each for itself): {told}"
     )
     made.notes.append(
         "linear radius: median ℓ₂ distance to the nearest other class of the network linearised at "

@@ -366,6 +366,7 @@ ATTRIBUTES: tuple[tuple[str, str, str], ...] = (
     ("torch._ops:OpOverload", "_overloadpacket", "PyTorch's formulas for FLOPs are kept by it"),
     ("torch._ops:OpOverload", "_dispatch_cache", "tracing goes on with the kernels it holds"),
     ("torch.library:Library", "_destroy", "takes a patch back"),
+    ("torch.nn:Module", "_compiled_call_impl", "whether `module.compile()` was called"),
     ("torch.autograd.function:BackwardCFunction", "_set_sequence_nr", "runs when others have run"),
     ("torch.autograd.graph", "_engine_run_backward", "sees the first create_graph=True"),
     ("torch.autograd", "_engine_run_backward", "the same function, under its other name"),

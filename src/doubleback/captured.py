@@ -87,6 +87,20 @@ def derivatives(way: Way) -> AbstractContextManager:
     return sdpa_kernel(SDPBackend.MATH)
 
 
+def as_written(net: nn.Module, way: Way) -> AbstractContextManager:
+    """Inside, the network runs as it was written: what torch.compile made of it, or of parts of it,
+    has no second derivative. By the way "bare" no network goes that has such parts alone."""
+    if is_compiled(net) or (way != "bare" and any(map(is_compiled, net.modules()))):
+        return torch.compiler.set_stance("force_eager")
+    return nullcontext()
+
+
+def is_compiled(net: nn.Module) -> bool:
+    """Whether it is what `torch.compile` returned, or its `compile()` was called."""
+    wrapped = getattr(net, "_orig_mod", None)
+    return net._compiled_call_impl is not None or isinstance(wrapped, nn.Module)
+
+
 SETTLED = 50  # calls of one size after which it is worth a flat graph of its own
 
 # Where autograd is quicker than sweeps (below), it is taken. Tests are about sweeps, and
@@ -146,7 +160,17 @@ class CapturedModule(nn.Module):
         return {n: v for n, v in self.__dict__.items() if n not in self._transient}
 
     _transient = frozenset(
-        ("_bound", "_plans", "_families", "_programs", "_choices", "_warned", "_refusal", "_run")
+        (
+            "_bound",
+            "_plans",
+            "_families",
+            "_programs",
+            "_choices",
+            "_warned",
+            "_refusal",
+            "_run",
+            "_partly_compiled",
+        )
     )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -212,7 +236,12 @@ class CapturedModule(nn.Module):
         if self.sweeps is not None:
             return not self.sweeps
         particular = self.compile_mode or self.strict or self.debug or self.flatten_after is None
-        return CHOOSE and not particular
+        return CHOOSE and not particular and not self._partly_compiled
+
+    @cached_property
+    def _partly_compiled(self) -> bool:
+        """Whether parts of the network, but not the whole, are what torch.compile made of them."""
+        return not is_compiled(self.net) and any(map(is_compiled, self.net.modules()))
 
     def _chosen(self, call: Arguments) -> Way | None:
         """How this call runs on autograd because that is quicker, by what was found at the first

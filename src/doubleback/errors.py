@@ -85,13 +85,14 @@ def warn(message: str, category: type[Warning] | None = None) -> None:
     warnings.warn(message, category or CaptureWarning, stacklevel=level)
 
 
-def let_through(error: BaseException) -> None:
+def let_through(error: BaseException, before: BaseException | None) -> None:
     """Raise the interruption behind an error, if there is one. Ctrl-C may arrive while PyTorch has
-    a mode taken off; putting the others away fails then, and that error is what comes out."""
+    a mode taken off; putting the others away fails then, and that error is what comes out.
+    before: what was being handled already (`sys.exception()`), by a program that ends, say."""
     seen: set[int] = set()
     behind: BaseException | None = error
-    while behind is not None and id(behind) not in seen:
-        if not isinstance(behind, Exception):
+    while behind is not None and behind is not before and id(behind) not in seen:
+        if not isinstance(behind, (Exception, GeneratorExit)):
             raise behind
         seen.add(id(behind))
         behind = behind.__cause__ or behind.__context__

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ._torch import next_node, peek_interpreter_stack, pytree
 from .capture import Arguments, choose_output, global_hooks, requires_grad
-from .captured import CapturedModule, Site, Way, derivatives
+from .captured import CapturedModule, Site, Way, as_written, derivatives, is_compiled
 from .counting import counting
 from .errors import InputError, refuse_unused, warn
 from .explain import Explanation, explain
@@ -258,7 +258,7 @@ class Penalised(CapturedModule):
     # small the host's work is all there is.
 
     def _shorten(self, args: tuple, kwargs: Mapping[str, Any], way: Way) -> None:
-        plain = not kwargs and self.wrt == 0 and self.output is None
+        plain = not kwargs and self.wrt == 0 and self.output is None and not is_compiled(self.net)
         if way in ("bare", "math") and plain and all(type(t) is Tensor for t in args):
             remember(self._short, self._shape_of(args), way)
 
@@ -324,6 +324,11 @@ class Penalised(CapturedModule):
     ) -> tuple[Any, Tensor, Tensor]:
         if not isinstance(weight, (int, float)):
             raise InputError(f"weight must be a number, not {type(weight).__name__}")
+        if any(base.__name__ == "FSDPModule" for base in type(self).__mro__):
+            raise InputError(
+                "accumulate of a model that fully_shard has wrapped, whose parameters are whole "
+                "inside its forward alone; call model(x, …) and backward()"
+            )
         own_loss, args, target = self._loss(loss, args)
         thin = self.thinning and self.training
         if self._short and not thin and not several():
@@ -341,12 +346,13 @@ class Penalised(CapturedModule):
                 run = partial(self._thinned, args, kwargs)
                 return accumulated(self, run, own_loss, target, weight)
             self.calls += 1
-            found = self._accumulate_whole(call, own_loss, target, self.thinning.every * weight)
-            return *found[:2], self.thinning.every * found[2]
-        found = self._accumulate_whole(call, own_loss, target, weight)
+            every = self.thinning.every
+            out, value, penalty = self._accumulate_whole(call, own_loss, target, every * weight)
+            return out, value, every * penalty
+        results = self._accumulate_whole(call, own_loss, target, weight)
         if self._choices and (way := self._chosen(call)) is not None:
             self._shorten(args, kwargs, way)
-        return found
+        return results
 
     def _accumulate_whole(
         self, call: Arguments, own_loss: Loss | None, target: Any, weight: float
@@ -647,7 +653,8 @@ def on_autograd(model: Penalised, call: Arguments, way: Way = "patched") -> tupl
 
     def run(x: Sequence[Tensor]) -> Any:
         args, kwargs = call.with_x(x)
-        return model.net(*args, **kwargs)
+        with as_written(model.net, way):
+            return model.net(*args, **kwargs)
 
     def choose(result: Any) -> Tensor:
         out = choose_output(result, model.output)
@@ -822,7 +829,8 @@ class WithGradient(CapturedModule):
         with torch.enable_grad(), derivatives(way):
             x = _places(call.x)
             args, kwargs = call.with_x(x)
-            result = self.net(*args, **kwargs)
+            with as_written(self.net, way):
+                result = self.net(*args, **kwargs)
             out = choose_output(result, self.output)
             self._seed.check(out.shape, x[:1])
             v = self._seed.seed(out)

@@ -25,6 +25,7 @@ is run once, on numbers made up for it, while the generators are watched.
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -527,11 +528,11 @@ def _moves_a_generator(graph: Graph, node: Node) -> bool:
     cuda = [d for d in devices if d.type == "cuda"]
     with disable_current_modes(), torch.no_grad(), torch.random.fork_rng(cuda):
         args, kwargs = map_refs((node.args, dict(node.kwargs)), made_up)
-        before = _states(cuda)
+        before, handled = _states(cuda), sys.exception()
         try:
             node.op(*args, **kwargs)
         except Exception as error:
-            let_through(error)
+            let_through(error, handled)
             return False
         return any(not torch.equal(a, b) for a, b in zip(before, _states(cuda), strict=True))
 

@@ -222,7 +222,7 @@ def test_sweeps_that_cannot_be_flattened_go_on_without_a_word(monkeypatch):
     assert not told
 
 
-@pytest.mark.parametrize("activation", [nn.Hardswish, nn.Mish])
+@pytest.mark.parametrize("activation", [nn.Hardswish, nn.ELU])
 def test_kernels_that_lay_out_otherwise_than_their_fakes_say(activation):
     """hardswish's derivative at a permuted gradient, for one: the flat sweeps viewed what needs a
     copy, and raised."""
@@ -244,3 +244,54 @@ class Turned(nn.Module):
 class Mean(nn.Module):
     def forward(self, x):
         return x.mean(1)
+
+
+class Routed(nn.Module):
+    """Rows are chosen by what attention makes of the input, or of numbers that are given."""
+
+    def __init__(self, given: bool) -> None:
+        super().__init__()
+        self.last, self.given = nn.Linear(6, 3), given
+        self.register_buffer("other", torch.randn(1, 4, 6))
+
+    def forward(self, x):
+        seen = self.other if self.given else x[None]
+        seen = nn.functional.scaled_dot_product_attention(seen, seen, seen)[0]
+        rows = (seen.sum(1) > 0).nonzero()[:, 0]
+        return self.last(x.index_add(0, rows, x[rows].tanh()))
+
+
+def test_attention_that_decides_a_size():
+    """It was said to draw random numbers."""
+    x, y = batch()
+    net = Routed(True)
+    wanted = stock(net, x, y)
+    agrees(db.Penalised(net, db.LossGradient("cross_entropy"), strict=True), net, (x, y), wanted)
+    model = db.Penalised(Routed(False), db.LossGradient("cross_entropy"), strict=True)
+    with pytest.raises(db.CaptureError, match="computed from the penalised input"):
+        model(x, y)
+
+
+def test_a_capture_that_fails_logs_nothing(caplog):
+    """PyTorch logs the failure of an operator on tensors without numbers, with its whole trace,
+    before it raises: here an einsum under autocast."""
+
+    class Contraction(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(6, 6), nn.Linear(24, 3)
+            self.w = nn.Parameter(torch.randn(6, 6, 6) / 6)
+
+        def forward(self, x):
+            h = self.first(x)
+            return self.last(torch.einsum("bti,ijk,btk->btj", h, self.w, h).flatten(1))
+
+    model = db.Penalised(Contraction().float(), db.LossGradient("cross_entropy"))
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before = log.level
+    with caplog.at_level(logging.DEBUG), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with torch.autocast("cpu", dtype=torch.float16):
+            model(torch.randn(2, 4, 6).float(), torch.tensor([0, 1]))
+    assert not [r for r in caplog.records if "fake_tensor" in r.name]
+    assert log.level == before

@@ -446,6 +446,28 @@ def a_sharded_network(rank):
             assert_close(net(x), twin(x), f"rank {rank}, step {i}, the network itself")
 
 
+@case
+def a_sharded_model(rank):
+    """`fully_shard` around it: a call and `backward` train as one process does, `accumulate` says
+    what to do instead."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    net = network()
+    twin = copy.deepcopy(net)
+    model = db.Penalised(net, db.OutputGradient(), sweeps=True)
+    fully_shard(model, mesh=init_device_mesh("cpu", (WORLD,)))
+    with pytest.raises(db.DoublebackError, match=r"fully_shard has wrapped.*backward\(\)"):
+        own_step(model, (share(0, rank)[0],), share(0, rank)[1], "accumulate")
+    for i in range(4):
+        own_step(model, (share(i, rank)[0],), share(i, rank)[1], "backward")
+        stock_step(twin, (whole(i)[0],), whole(i)[1])
+        for (name, t), other in zip(net.named_parameters(), twin.parameters(), strict=True):
+            assert_close(t.grad.full_tensor(), other.grad, f"step {i}, gradient of {name}")
+        model.zero_grad()
+        twin.zero_grad()
+
+
 def test_two_processes(tmp_path):
     """All cases in one pair of processes, whose start takes longer than they do; the one that
     failed is in the traceback."""

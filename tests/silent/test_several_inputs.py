@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from functools import cache
 
 import pytest
 import torch
@@ -49,14 +50,20 @@ PENALTIES = {
 }
 
 
+@cache
+def strained(captured: bool) -> nn.Module:
+    """One for all penalties, which share its capture."""
+    torch.manual_seed(0)
+    net = Strained().double()
+    return net if captured else Uncaptured(net)
+
+
 @pytest.mark.parametrize("captured", [True, False])
 @pytest.mark.parametrize("structures", [1, 2])
 @pytest.mark.parametrize("name", PENALTIES)
 def test_other_leading_sizes_are_refused(name, structures, captured):
     make, extras = PENALTIES[name]
-    torch.manual_seed(0)
-    net = Strained().double()
-    model = db.Penalised(net if captured else Uncaptured(net), make(), wrt=(0, 1))
+    model = db.Penalised(strained(captured), make(), wrt=(0, 1))
     x, strain = numbers(0, 5, 3), 0.1 * numbers(1, structures, 3, 3)
     owner = torch.arange(5) % structures
     given = {"like x": (x, strain), "like out": numbers(3, structures, 1)}

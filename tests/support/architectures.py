@@ -241,25 +241,33 @@ def errors(found: Step, truth: Step) -> dict[str, float]:
 
 
 def examine(network: Network) -> Iterator[dict[str, Any]]:
-    """A row for each mode. For a process of its own: the default dtype stays changed."""
+    """A row for each mode."""
+    before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)  # what a forward pass makes itself is float64 too
-    for mode in network.modes:
-        start = time.perf_counter()
-        row: dict[str, Any] = {"network": network.name, "mode": mode}
-        try:
-            with warnings.catch_warnings(), oracle.twice_differentiable():
-                warnings.simplefilter("ignore")
-                row |= compare(Bench(network, mode))
-        except Exception as error:
-            where = traceback.extract_tb(error.__traceback__)[-1]
-            told = str(error).strip().splitlines()[:1] or [""]
-            row |= {
-                "verdict": "raises",
-                "why": f"{type(error).__name__}: {told[0][:200]} "
-                f"({os.path.basename(where.filename)}:{where.lineno})",
-            }
-        row["seconds"] = round(time.perf_counter() - start, 1)
-        yield row
+    try:
+        for mode in network.modes:
+            yield _examined(network, mode)
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _examined(network: Network, mode: str) -> dict[str, Any]:
+    start = time.perf_counter()
+    row: dict[str, Any] = {"network": network.name, "mode": mode}
+    try:
+        with warnings.catch_warnings(), oracle.twice_differentiable():
+            warnings.simplefilter("ignore")
+            row |= compare(Bench(network, mode))
+    except Exception as error:
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        told = str(error).strip().splitlines()[:1] or [""]
+        row |= {
+            "verdict": "raises",
+            "why": f"{type(error).__name__}: {told[0][:200]} "
+            f"({os.path.basename(where.filename)}:{where.lineno})",
+        }
+    row["seconds"] = round(time.perf_counter() - start, 1)
+    return row
 
 
 def compare(bench: Bench) -> dict[str, Any]:

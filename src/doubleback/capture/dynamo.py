@@ -20,8 +20,10 @@ from __future__ import annotations
 import enum
 import gc
 import itertools
+import logging
 import os
 import re
+import sys
 import threading
 import traceback
 import warnings
@@ -82,7 +84,7 @@ class Capture:
         if self.refusal is not None and not at_once and monotonic() < self._again:
             raise self.refusal
         box = _Box(run)
-        start = monotonic()
+        start, handled = monotonic(), sys.exception()
         failure: Exception | None = None
         result: Any = None
         try:
@@ -90,7 +92,7 @@ class Capture:
         except Exception as error:
             if error is box.error:
                 raise
-            let_through(error)
+            let_through(error, handled)
             failure = error
         if failure is not None:
             refuse_distributed(net.parameters())  # which fail wherever they meet plain tensors
@@ -267,9 +269,11 @@ def trackers_off() -> Iterator[None]:
 
 
 class _Quiet:
-    """Warnings that PyTorch raises about its own calls while it captures are nobody's business."""
+    """What PyTorch warns and logs of its own calls while it captures is nobody's business: a
+    capture that fails says itself why."""
 
-    held: ClassVar[list[warnings.catch_warnings]] = []
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    held: ClassVar[list[tuple[warnings.catch_warnings, int]]] = []
 
     @classmethod
     def install(cls) -> None:
@@ -281,14 +285,17 @@ class _Quiet:
     @classmethod
     def start(cls, _: Any) -> None:
         if _boxes():
-            cls.held.append(warnings.catch_warnings())
-            cls.held[-1].__enter__()
+            cls.held.append((warnings.catch_warnings(), cls.log.level))
+            cls.held[-1][0].__enter__()
             warnings.simplefilter("ignore")
+            cls.log.setLevel(logging.CRITICAL)
 
     @classmethod
     def end(cls, _: Any) -> None:
         if _boxes() and cls.held:
-            cls.held.pop().__exit__(None, None, None)
+            caught, level = cls.held.pop()
+            cls.log.setLevel(level)
+            caught.__exit__(None, None, None)
 
 
 class _Escape(Exception):
@@ -337,6 +344,7 @@ _STANDARD = os.path.dirname(os.path.abspath(os.__file__))
 _REMEDIES = (
     (r"builtin operator `(print|open|input)`",
      "print, read and write outside of forward, or switch it off while training"),
+    (r"a size depends on random numbers", "draw what decides a size outside, and hand it in"),
     (r"random|Random|numpy\.rand",
      "draw random numbers with torch, not with Python's or NumPy's generator"),
     (r"data.dependent|\.item\(\)|_local_scalar_dense|GuardOnDataDependent|nonzero|unbacked",

@@ -294,7 +294,7 @@ def _accumulated(
 ) -> dict[str, tuple[Tensor | None, Tensor | None]]:
     """`accumulate`'s gradients, by each way, beside those of its loss and penalty by autograd."""
     ways = _ways(model)
-    found = []
+    gradients = []
     for options in (*ways.values(), None):
         by_us = options is not None
         options = {"strict": True, "compile_mode": False, "flatten_after": None, **(options or {})}
@@ -312,8 +312,8 @@ def _accumulated(
                 with _ExactHardsigmoid():
                     accumulate_on_autograd(twin, call, loss, target, 0.5, way)
         named = twin.net.named_parameters()
-        found.append({f"accumulate: ∇ {n}": p.grad for n, p in named if p.requires_grad})
-    *ours, theirs = found
+        gradients.append({f"accumulate: ∇ {n}": p.grad for n, p in named if p.requires_grad})
+    *ours, theirs = gradients
     return {
         prefix + name: (mine.get(name), theirs.get(name))
         for prefix, mine in zip(ways, ours, strict=True)
@@ -346,8 +346,8 @@ def _live(
     with _ExactHardsigmoid():
         theirs = _measure(twin, _oracle_forward(twin, way), *given, seed, as_given=True)
     with _put_back(model):
-        found = _measure(model, model.forward, *given, seed, as_given=True)
-        ours = {n: None if t is None else t.detach().clone() for n, t in found.items()}
+        measured = _measure(model, model.forward, *given, seed, as_given=True)
+        ours = {n: None if t is None else t.detach().clone() for n, t in measured.items()}
     rounding = {
         row.name: row.error for row in compare({n: (theirs.get(n), exact.get(n)) for n in exact})
     }

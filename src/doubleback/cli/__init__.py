@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 
 from doubleback.errors import DoublebackError
 
-__all__ = ["UsageError", "main", "nearest", "require"]
+__all__ = ["UsageError", "how_to_install", "main", "nearest", "require"]
 
 LOSSES = ("cross_entropy", "mse", "bce")
 NORMS = ("squared", "norm", "deviation")
@@ -51,6 +51,9 @@ class UsageError(DoublebackError):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status."""
     parser = _parser()
+    if not (sys.argv[1:] if argv is None else argv):
+        parser.print_help(sys.stderr)
+        return 2
     arguments = parser.parse_args(argv)
     room, _, function = COMMANDS[arguments.command][0].partition(":")
     try:
@@ -74,10 +77,12 @@ def require(*modules: str, extra: str) -> None:
     """Raise a :class:`UsageError` that names the extra unless every module can be imported."""
     missing = [name for name in modules if importlib.util.find_spec(name) is None]
     if missing:
-        raise UsageError(
-            f"this command needs {' and '.join(missing)}: pip install 'doubleback[{extra}]' (in a "
-            f"checkout: pip install -e '.[{extra}]')"
-        )
+        raise UsageError(f"this command needs {' and '.join(missing)}: {how_to_install(extra)}")
+
+
+def how_to_install(extra: str) -> str:
+    """The command, for a package and for a checkout."""
+    return f"pip install 'doubleback[{extra}]' (in a checkout: pip install -e '.[{extra}]')"
 
 
 def nearest(option: str, given: str, known: Iterable[str], more: str = "") -> None:
@@ -88,8 +93,8 @@ def nearest(option: str, given: str, known: Iterable[str], more: str = "") -> No
 
 def _unknown(given: str, names: Sequence[str], more: str = "") -> str:
     near = difflib.get_close_matches(given, names, 1, 0.6)
-    meant = f"did you mean {near[0]!r}? " if near else ""
-    return f"unknown {given!r}; {meant}(choose from {', '.join(names)}{', ' if more else ''}{more})"
+    meant = f"; did you mean {near[0]!r}?" if near else ""
+    return f"unknown {given!r}{meant} (choose from {', '.join(names)}{', ' if more else ''}{more})"
 
 
 def _told(error: BaseException) -> str:
@@ -114,14 +119,14 @@ class _Parser(argparse.ArgumentParser):
         arguments, unknown = self.parse_known_args(given, namespace)
         if unknown:
             known = [o for _, options in _options(self, arguments.command) for o in options]
-            near = difflib.get_close_matches(unknown[0].split("=")[0], known, 1, 0.6)
+            near = difflib.get_close_matches(unknown[0].split("=")[0], known, 1, 0.75)
             meant = f"; did you mean {near[0]}?" if near else ""
+            self.prog += f" {arguments.command}"
             self.error(f"{arguments.command} has no argument {unknown[0]!r}{meant}")
         return arguments
 
     def error(self, message: str) -> NoReturn:
-        self.print_usage(sys.stderr)
-        self.exit(2, f"doubleback: {message}\n")
+        self.exit(2, f"doubleback: {message} (see {self.prog} --help)\n")
 
 
 def _options(parser: argparse.ArgumentParser, command: str) -> list[tuple[Any, Sequence[str]]]:

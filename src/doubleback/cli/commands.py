@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import doubleback as db
-from doubleback.cli import UsageError, completions, nearest, require, shared
+from doubleback.cli import UsageError, completions, how_to_install, nearest, require, shared
 
 
 def check(arguments: argparse.Namespace) -> int:
@@ -335,7 +335,7 @@ def _doctor_lines(report: dict[str, Any]) -> list[str]:
     if any(name.startswith("compile") and not seen["works"] for name, seen in tried.items()):
         lines.append("            compile=True needs a C++ compiler on a CPU, Triton on a GPU")
     for extra, there in report["extras"].items():
-        told = "installed" if there else f"not installed: pip install 'doubleback[{extra}]'"
+        told = "installed" if there else f"not installed: {how_to_install(extra)}"
         lines.append(f"[{extra}]".ljust(12) + told)
     return lines
 

@@ -243,6 +243,7 @@ class CompiledRegion:
                 return None
             if not many(numbers):
                 return None
+            handled = sys.exception()
             try:
                 with quiet():
                     made = Stages(
@@ -251,7 +252,7 @@ class CompiledRegion:
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:
-                let_through(error)
+                let_through(error, handled)
                 cause = _told(error)
                 forget(error)
                 self._refuse(cause)
@@ -711,12 +712,13 @@ class RegionBackward(torch.autograd.Function):
 @contextmanager
 def _plainly() -> Iterator[None]:
     """Whatever goes wrong while a region is looked at, as a `CaptureError`."""
+    handled = sys.exception()
     try:
         yield
     except CaptureError:
         raise
     except Exception as error:
-        let_through(error)
+        let_through(error, handled)
         lines = str(error).strip().splitlines()
         cause = CaptureError(f"{type(error).__name__}: {lines[0] if lines else ''}")
         forget(error)

@@ -13,6 +13,7 @@ import functools
 import inspect
 import itertools
 import os
+import sys
 import threading
 import time
 import traceback
@@ -186,7 +187,7 @@ class Compiled:
         call = _LossCall(args, kwargs)
         stack = _calls()
         stack.append(call)
-        failure, returned = None, (None, None)
+        failure, returned, handled = None, (None, None), sys.exception()
         try:
             with _turn, _torch.dynamo_config.patch(_settings(self._constants)):
                 returned = self._function((*args, *kwargs.values()))(
@@ -195,7 +196,7 @@ class Compiled:
         except Exception as error:
             if error is call.error:
                 raise
-            errors.let_through(error)
+            errors.let_through(error, handled)
             failure = error
         finally:
             stack.pop()

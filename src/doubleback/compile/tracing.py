@@ -29,7 +29,7 @@ from ..capture import mark
 from ..errors import CaptureError
 from ..kernels import for_compiler
 from ..patch import patched, supported
-from ..run import boxed, clean, no_autocast, sound
+from ..run import boxed, clean, laid_out, no_autocast, sound
 from .region import THROUGH, Layout, RegionCode, Stand, is_random, look, sizes_from
 
 # ------------------------------------------------------------------------------------- a whole loss
@@ -213,11 +213,12 @@ class Stage:
         ]
         context = _torch.TracingContext(self.stand.mode)
         with torch.no_grad(), no_autocast(), _torch.tracing(context), sound():
-            return _torch.compile_fx(  # type: ignore[return-value]
+            run = _torch.compile_fx(
                 _torch.GmWrapper(module, list),  # type: ignore[arg-type]
                 examples,
                 config_patches=self.inductor or None,
             )
+        return laid_out(self.graph, examples, run)  # type: ignore[arg-type]
 
     def __call__(self, values: dict[str, Any]) -> list[Any]:
         with torch.no_grad(), no_autocast():

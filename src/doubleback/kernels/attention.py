@@ -64,14 +64,9 @@ from .launch import watched
 
 
 def attention_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Maybe = None,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> tuple[Tensor, Residual]:
+    q: Tensor, k: Tensor, v: Tensor, mask: Maybe = None, is_causal: bool = False,
+    scale: float | None = None, enable_gqa: bool = False,
+) -> tuple[Tensor, Residual]:  # fmt: skip
     """O (…, Hq, N, Ev) and its residual; ``residual[0]`` is log Σ_j exp S_ij, (…, Hq, N).
 
     >>> import torch
@@ -90,18 +85,10 @@ def attention_forward(
 
 
 def attention_backward(
-    xi: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    residual: Residual | Tensor,
-    mask: Maybe = None,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    wanted: Sequence[bool] = (True, True, True),
-) -> tuple[Maybe, Maybe, Maybe]:
+    xi: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, residual: Residual | Tensor,
+    mask: Maybe = None, is_causal: bool = False, scale: float | None = None,
+    enable_gqa: bool = False, wanted: Sequence[bool] = (True, True, True),
+) -> tuple[Maybe, Maybe, Maybe]:  # fmt: skip
     """(dq, dk, dv) = (∂O)* ξ, None where not wanted; a bare log-sum-exp is a residual too."""
     if not any(wanted):
         return None, None, None
@@ -125,19 +112,10 @@ def attention_backward(
 
 
 def attention_tangent(
-    tq: Maybe,
-    tk: Maybe,
-    tv: Maybe,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    residual: Residual | Tensor,
-    mask: Maybe = None,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
+    tq: Maybe, tk: Maybe, tv: Maybe, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
+    residual: Residual | Tensor, mask: Maybe = None, is_causal: bool = False,
+    scale: float | None = None, enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
     """t_out = (P∘U) V + P tv; a tangent that is None is zero."""
     layout = (mask, is_causal, scale, enable_gqa)
     if tq is None and tk is None and tv is not None:
@@ -147,23 +125,12 @@ def attention_tangent(
 
 
 def attention_second(
-    xi: Tensor,
-    tq: Maybe,
-    tk: Maybe,
-    tv: Maybe,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    residual: Residual | Tensor,
-    mask: Maybe = None,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    wanted: Sequence[bool] = (True, True, True),
-    tangent: bool = True,
+    xi: Tensor, tq: Maybe, tk: Maybe, tv: Maybe, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
+    residual: Residual | Tensor, mask: Maybe = None, is_causal: bool = False,
+    scale: float | None = None, enable_gqa: bool = False,
+    wanted: Sequence[bool] = (True, True, True), tangent: bool = True,
     dropout: Dropout | None = None,
-) -> tuple[Maybe, tuple[Maybe, Maybe, Maybe]]:
+) -> tuple[Maybe, tuple[Maybe, Maybe, Maybe]]:  # fmt: skip
     """t_out, and (sq, sk, sv) = ∂⟨ξ, t_out⟩ by q, k, v with ξ and the tangents held fixed.
 
     A tangent that is None is zero; a result that is not wanted is None. `out` is that with dropout.

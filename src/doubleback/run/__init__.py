@@ -14,7 +14,7 @@ from .bridge import (
 from .callers import CallersProgram, refuse_others
 from .cuda_graphs import GraphedProgram, GraphedStep, GraphRefused
 from .flattening import Family, Replay
-from .inductor import quiet, sound
+from .inductor import laid_out, quiet, sound
 from .program import (
     First,
     FlattenedProgram,
@@ -49,6 +49,7 @@ __all__ = [
     "clean",
     "deliver",
     "kind",
+    "laid_out",
     "no_autocast",
     "quiet",
     "read_state",

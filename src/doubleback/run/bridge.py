@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -63,6 +64,7 @@ def attach(job: Job, tensors: Sequence[Tensor], before: int) -> tuple[Tensor, ..
     """(outputs…, what is handed out of the values) as functions of (x…, effective parameters…, the
     penalty's own tensors…). before: `next_node()` ahead of the nodes that the effective parameters
     come from."""
+    _shield()
     relay = token = None
     stretches = job.program.stretches if several() else ()
     if len(stretches) > 1:
@@ -73,6 +75,14 @@ def attach(job: Job, tensors: Sequence[Tensor], before: int) -> tuple[Tensor, ..
             token = _Stretch.apply(relay, token, *[tensors[i] for i in places])
             _last_of_all(token, before)
     return Bridge.apply(job, relay, token, *tensors)  # type: ignore[return-value]
+
+
+@cache
+def _shield() -> None:
+    """A `backward()` inside of torch.compile runs what is here as it is: its look inside would end
+    in warnings. Not when the module is imported, since it takes Dynamo."""
+    for node in (Bridge, _Stretch):
+        node.backward = staticmethod(torch.compiler.disable(node.backward))  # type: ignore[assignment]
 
 
 @dataclass(eq=False)

@@ -177,13 +177,9 @@ class CallersProgram(FourSweeps):
         return self.replay.parts("second", run, nested, consume, len(stretches) > 1)
 
     def step(
-        self,
-        leaves: Mapping[int, Tensor],
-        extra: Sequence[Any],
-        loss: Any,
-        target: Any,
+        self, leaves: Mapping[int, Tensor], extra: Sequence[Any], loss: Any, target: Any,
         weight: Tensor | None,
-    ) -> Step:
+    ) -> Step:  # fmt: skip
         self.replay.tick()
         outputs, mutated, values, saved = self._forward(leaves)
         plan, penalty = self.plan, self.penalty

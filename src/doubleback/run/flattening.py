@@ -14,6 +14,7 @@ all questions alike (`Variant`), and another one is made where they do not.
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -305,6 +306,7 @@ class Replay:
         know: they go on node by node."""
         flat = self._flat.get(key)
         if flat is None:
+            handled = sys.exception()
             try:
                 with _untold():
                     flat = flatten(
@@ -314,7 +316,7 @@ class Replay:
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:
-                let_through(error)
+                let_through(error, handled)
                 if self.compiler:
                     raise RuleError(
                         f"the sweeps cannot be flattened for compile={self.compiler!r}: {error}; "
@@ -463,6 +465,7 @@ class Variant:
         for `Replay.get`."""
         flat = self._flat.get(key)
         if flat is None:
+            handled = sys.exception()
             try:
                 family = self.family
                 flat = flatten(
@@ -472,7 +475,7 @@ class Variant:
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:
-                let_through(error)
+                let_through(error, handled)
                 if self.family.compiler:
                     raise
                 self.family.give_up()

@@ -121,8 +121,53 @@ def compiled_open(
 ) -> Callable:
     """The graph, traced with open sizes on these stand-ins, by Inductor."""
     hold(graph, recompute)
-    with tracing(TracingContext(fakes)), heuristics():
-        return _torch.compile_fx(_torch.GmWrapper(graph, list), list(given))
+    with tracing(TracingContext(fakes)), heuristics(), quiet():
+        run = _torch.compile_fx(_torch.GmWrapper(graph, list), list(given))
+    return laid_out(graph.graph, given, run)
+
+
+def laid_out(graph: Graph, given: Sequence[Any], run: Callable) -> Callable:
+    """`run`, with its tensors laid out in memory as these stand-ins are, which it was compiled for.
+
+    What Inductor hands on may lie inside of something longer, as the inputs of a concatenation do,
+    where the graph that reads it was traced with a tensor by itself.
+    """
+    written = _written_to(graph)
+    inputs = [n for n in graph.nodes if n.op == "placeholder"]
+    orders: list[tuple[int, list[int], list[int]]] = []
+    plain: list[int] = []
+    for i, (node, stand_in) in enumerate(zip(inputs, given, strict=True)):
+        if not isinstance(stand_in, Tensor) or node in written:
+            continue
+        order = _order(stand_in)
+        if order == list(range(stand_in.dim())):
+            plain.append(i)
+        elif order is not None:
+            orders.append((i, order, sorted(order, key=order.__getitem__)))
+
+    def call(tensors: list[Any]) -> Sequence[Any]:
+        for i in plain:
+            if not tensors[i].is_contiguous():
+                tensors[i] = tensors[i].contiguous()
+        for i, order, back in orders:
+            turned = tensors[i].permute(order)
+            if not turned.is_contiguous():
+                tensors[i] = turned.contiguous().permute(back)
+        return run(tensors)
+
+    return call
+
+
+def _order(stand_in: Tensor) -> list[int] | None:
+    """Its axes from the slowest to the fastest; None where its numbers have gaps or overlap."""
+    sizes, strides = _shape(stand_in), [_number(n) for n in stand_in.stride()]
+    order = sorted(range(len(sizes)), key=lambda d: (-strides[d], d))
+    count = 1
+    for d in reversed(order):
+        if sizes[d] != 1 and strides[d] != count:
+            return None
+        count *= sizes[d]
+    return order
 
 
 @contextmanager
@@ -356,7 +401,10 @@ def _operations(node: Node) -> int:
 
     args: Any = map_arg(node.args, lambda n: sized(n.meta["val"]))
     kwargs: Any = map_arg(node.kwargs, lambda n: sized(n.meta["val"]))
-    return int(formula(*args, **kwargs, out_val=sized(node.meta["val"])))
+    try:
+        return int(formula(*args, **kwargs, out_val=sized(node.meta["val"])))
+    except Exception:  # PyTorch's formulas know fewer shapes than its kernels do: grouped queries
+        return 0
 
 
 def _light(node: Node) -> bool:

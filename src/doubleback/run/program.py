@@ -216,13 +216,9 @@ class FourSweeps:
         return None if grads[0] is None else self.penalty.unreduce(grads[0], batch)
 
     def last(
-        self,
-        state: Any,
-        extra: Sequence[Any],
-        grad_outputs: Mapping[int, Tensor | None],
-        grad_values: Tensor | None,
-        keep: bool = False,
-    ) -> list[Tensor | None]:
+        self, state: Any, extra: Sequence[Any], grad_outputs: Mapping[int, Tensor | None],
+        grad_values: Tensor | None, keep: bool = False,
+    ) -> list[Tensor | None]:  # fmt: skip
         """Tangent and second sweep: gradients of the penalised inputs, of the effective
         parameters, and of what is `asked`."""
         own, swept = self._last(state, extra, grad_outputs, grad_values, keep, self.plan.whole)
@@ -306,13 +302,9 @@ class FourSweeps:
         return t.contiguous() if laid and t.dim() == 4 else t
 
     def step(
-        self,
-        leaves: Mapping[int, Tensor],
-        extra: Sequence[Any],
-        loss: Any,
-        target: Any,
+        self, leaves: Mapping[int, Tensor], extra: Sequence[Any], loss: Any, target: Any,
         weight: Tensor | None,
-    ) -> Step:
+    ) -> Step:  # fmt: skip
         """All four sweeps: (outputs, loss, penalty, gradients of loss + weight·penalty, buffers).
 
         The loss is the mean over the rows of the output, the penalty is reduced over those of the
@@ -490,13 +482,9 @@ class FlatProgram(ABC):
         return First(outputs, values, mutated, state)
 
     def last(
-        self,
-        state: Any,
-        extra: Sequence[Any],
-        grad_outputs: Mapping[int, Tensor | None],
-        grad_values: Any,
-        keep: bool = False,
-    ) -> list[Tensor | None]:
+        self, state: Any, extra: Sequence[Any], grad_outputs: Mapping[int, Tensor | None],
+        grad_values: Any, keep: bool = False,
+    ) -> list[Tensor | None]:  # fmt: skip
         if not isinstance(state, FlatState):
             return self.program.last(state, extra, grad_outputs, grad_values, keep)
         grads = {v: g for v, g in grad_outputs.items() if g is not None}
@@ -554,13 +542,9 @@ class FlatProgram(ABC):
         yield from flat.parts(self._handed_on(state, given, keep))
 
     def step(
-        self,
-        leaves: Mapping[int, Tensor],
-        extra: Sequence[Any],
-        loss: Any,
-        target: Any,
+        self, leaves: Mapping[int, Tensor], extra: Sequence[Any], loss: Any, target: Any,
         weight: Tensor | None,
-    ) -> Step:
+    ) -> Step:  # fmt: skip
         entered = self._enter(leaves, tuple(extra), target, weight)
         if entered is None:
             return self.program.step(leaves, extra, loss, target, weight)
