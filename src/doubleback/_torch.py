@@ -82,6 +82,15 @@ NAMES: dict[str, tuple[str, str]] = {
         "torch.fx.experimental.proxy_tensor:make_fx",
         "flattens the sweeps, and the captured network, into one graph of operators",
     ),
+    "is_fx_tracing": (
+        "torch.fx._symbolic_trace:is_fx_tracing",
+        "whether a trace is under way in any thread, at which TorchDynamo refuses calls",
+    ),
+    "compile_lock": (
+        "torch._dynamo.convert_frame:compile_lock",
+        "one trace at a time: that there is one is a mark of the process, which two threads would "
+        "leave behind, and after which torch.compile refuses everything",
+    ),
     "FakeTensorMode": (
         "torch._subclasses.fake_tensor:FakeTensorMode",
         "shapes without numbers: pricing, flattening, and the choice of attention's kernel",

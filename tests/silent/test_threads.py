@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch.fx._symbolic_trace import is_fx_tracing
 
 import doubleback as db
 from support.stock import assert_close, numbers, pair, stock_penalty
@@ -38,13 +39,15 @@ def together(*jobs) -> list:
             errors.append(error)
 
     threads = [threading.Thread(target=run, args=(i,)) for i in range(len(jobs))]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", db.CaptureWarning)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always", db.CaptureWarning)
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
     assert not errors, repr(errors[0])
+    assert not [w for w in told if issubclass(w.category, db.CaptureWarning)]
+    assert not is_fx_tracing(), "after this torch.compile refuses everything"
     return results
 
 

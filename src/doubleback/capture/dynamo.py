@@ -94,6 +94,9 @@ class Capture:
                 raise
             let_through(error, handled)
             failure = error
+        if failure is not None and _met_a_trace(failure):
+            forget(failure)
+            return self(net, run, args, kwargs, at_once)
         if failure is not None:
             refuse_distributed(net.parameters())  # which fail wherever they meet plain tensors
             inner = getattr(failure, "inner_exception", None)
@@ -266,6 +269,15 @@ def trackers_off() -> Iterator[None]:
     finally:
         for hooks, key, hook in taken:
             hooks[key] = hook
+
+
+def _met_a_trace(failure: Exception) -> bool:
+    """Whether a call failed since another thread was tracing, which it has ended by now: Dynamo
+    looks at a mark of the process."""
+    if "trace a dynamo-optimized function" not in str(failure):
+        return False
+    with _torch.compile_lock:  # which whoever traces holds
+        return not _torch.is_fx_tracing()
 
 
 class _Quiet:

@@ -86,7 +86,8 @@ def lift(module: torch.fx.GraphModule, given: Sequence[Any]) -> Graph:
             return [_torch.from_fun(t) for t in (*results, *updates)]
 
     whole, parts = _decompositions()
-    with torch.enable_grad(), override_composite_implicit_decomp(whole), _own_kernels_only():
+    composites = override_composite_implicit_decomp(whole)
+    with _torch.compile_lock, torch.enable_grad(), composites, _own_kernels_only():
         trace = make_fx(run, parts, tracing_mode="symbolic", record_module_stack=True)
         flat = trace(*[t.detach() if isinstance(t, Tensor) else t for t in fakes])
     names = [_name(n) for n in placeholders]

@@ -660,7 +660,8 @@ def depends_on(
         run, decomposition_table=_torch.decomposition_table, tracing_mode="symbolic",
         _allow_non_fake_inputs=True,
     )  # fmt: skip
-    graph = trace(*inputs).graph
+    with _torch.compile_lock:
+        graph = trace(*inputs).graph
     graph.eliminate_dead_code()
     placeholders = [n for n in graph.nodes if n.op == "placeholder"]
     return any(

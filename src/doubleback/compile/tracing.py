@@ -140,7 +140,7 @@ def trace_whole(
         device = next(t.device for t in on_device if isinstance(t, Tensor))
         inputs.append(mode.from_tensor(torch.ones((), device=device), static_shapes=True))
     compiling = compiler == "inductor"
-    with for_compiler() if compiling else nullcontext():
+    with _torch.compile_lock, for_compiler() if compiling else nullcontext():
         flat = make_fx(run, tracing_mode="symbolic", _allow_non_fake_inputs=True)(*inputs)
     for i in seen["written"]:
         if required[i]:
@@ -340,7 +340,8 @@ class Stages:
             run, decomposition_table=table, tracing_mode="symbolic", _allow_non_fake_inputs=True
         )
         patch = patched() if supported(torch.__version__) else nullcontext()
-        with torch.enable_grad(), patch, for_compiler() if inductor else nullcontext():
+        fuse = for_compiler() if inductor else nullcontext()
+        with _torch.compile_lock, torch.enable_grad(), patch, fuse:
             flat = trace(*inputs, *along, *across, *last, *only)
         random = [n for n in flat.graph.nodes if is_random(n.target, n.args, n.kwargs)]
         if random:

@@ -224,7 +224,7 @@ def flatten(
 
     context = for_compiler() if compiler else nullcontext()
     mode = "fake" if variant is None else "symbolic"
-    with recording() as operations, torch.no_grad(), context:
+    with _torch.compile_lock, recording() as operations, torch.no_grad(), context:
         # class weights and the like become constants of the graph, whose key knows them
         table = inductor.decompositions() if compiler else None
         trace = make_fx(
