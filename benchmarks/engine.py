@@ -17,7 +17,6 @@ import copy
 import datetime
 import json
 import os
-import shlex
 import subprocess
 import sys
 import tempfile
@@ -34,6 +33,7 @@ import nets
 from measuring import (
     DTYPES,
     allow_tf32,
+    command_line,
     crowded,
     evaluate,
     gradient_error,
@@ -310,18 +310,6 @@ def price(columns: dict[str, dict[str, Any]]) -> None:
 
 
 # ----------------------------------------------------------------------------- the whole run
-
-
-def command_line() -> str:
-    """The command as others would type it: without the folders of this machine."""
-    words = sys.argv[1:]
-    if "--gates" in words[:-1]:
-        at = words.index("--gates")
-        del words[at : at + 2]
-    if "--out" in words[:-1]:
-        at = words.index("--out") + 1
-        words[at] = Path(words[at]).name
-    return shlex.join(["python", "benchmarks/engine.py", *words])
 
 
 def show(row: dict[str, Any]) -> None:

@@ -8,6 +8,8 @@ import gc
 import json
 import os
 import platform
+import shlex
+import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -160,6 +162,19 @@ def crowded(gate: Path) -> Iterator[None]:
     finally:
         cudnn.benchmark, cudnn.deterministic = True, False
         CachingAutotuner.autotune_to_one_config = tune
+
+
+def command_line() -> str:
+    """The command as others would type it: without the folders of this machine, and without what
+    was shared with benchmarks that ran meanwhile."""
+    script, *words = sys.argv
+    if "--gates" in words[:-1]:
+        at = words.index("--gates")
+        del words[at : at + 2]
+    if "--out" in words[:-1]:
+        at = words.index("--out") + 1
+        words[at] = Path(words[at]).name
+    return shlex.join(["python", f"benchmarks/{Path(script).name}", *words])
 
 
 def write(path: Path | None, document: dict[str, Any]) -> None:

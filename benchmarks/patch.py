@@ -18,7 +18,6 @@ import contextlib
 import datetime
 import gc
 import json
-import shlex
 import statistics
 import sys
 import time
@@ -405,14 +404,6 @@ def combine(files: list[Path]) -> dict[str, Any]:
     return documents[-1] | {"command": commands, "results": list(rows.values())}
 
 
-def command_line() -> str:
-    words = sys.argv[1:]
-    if "--out" in words[:-1]:
-        at = words.index("--out") + 1
-        words[at] = Path(words[at]).name
-    return shlex.join(["python", "benchmarks/patch.py", *words])
-
-
 def main() -> int:
     chosen = arguments()
     if chosen.combine:
@@ -425,7 +416,7 @@ def main() -> int:
         "hardware": hardware(chosen.device),
         "versions": versions(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": command_line(),
+        "command": measuring.command_line(),
         "tiny": chosen.tiny,
         "results": [],
     }

@@ -22,7 +22,6 @@ import copy
 import datetime
 import json
 import os
-import shlex
 import statistics
 import subprocess
 import sys
@@ -38,7 +37,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import doubleback as db
-from measuring import allow_tf32, crowded, hardware, tidy, versions, write
+from measuring import allow_tf32, command_line, crowded, hardware, tidy, versions, write
 from potentials import INPUTS, POTENTIALS, loss_of, make_batch
 from timing import alone
 
@@ -411,17 +410,6 @@ def arguments() -> argparse.Namespace:
     if chosen.device == "cuda" and not torch.cuda.is_available():
         parser.exit(2, "shapes.py: there is no CUDA device here\n")
     return chosen
-
-
-def command_line() -> str:
-    words = sys.argv[1:]
-    if "--gates" in words[:-1]:
-        at = words.index("--gates")
-        del words[at : at + 2]
-    if "--out" in words[:-1]:
-        at = words.index("--out") + 1
-        words[at] = Path(words[at]).name
-    return shlex.join(["python", "benchmarks/shapes.py", *words])
 
 
 def show(rows: list[dict[str, Any]]) -> None:

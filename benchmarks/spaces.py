@@ -14,8 +14,6 @@ from __future__ import annotations
 import argparse
 import copy
 import datetime
-import shlex
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -225,12 +223,6 @@ def apart(variants: dict[str, tuple], x: Tensor, y: Tensor) -> float:
     return max(float((a - b).norm() / a.norm().clamp(min=1e-30)) for a, b in pairs)
 
 
-def command_line(out: Path | None) -> str:
-    """What to type to get this file again, wherever it lies."""
-    words = [Path(w).name if out is not None and w == str(out) else w for w in sys.argv[1:]]
-    return shlex.join(["python", "benchmarks/spaces.py", *words])
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -247,7 +239,7 @@ def main() -> None:
         "hardware": hardware(options.device),
         "versions": versions(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": command_line(options.out),
+        "command": measuring.command_line(),
         "tiny": options.tiny,
         "left_out": [],
         "results": [],

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
+import threading
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -83,6 +87,33 @@ def warn(message: str, category: type[Warning] | None = None) -> None:
     while frame.f_back is not None and frame.f_code.co_filename.startswith((_HERE, torch_folder)):
         frame, level = frame.f_back, level + 1
     warnings.warn(message, category or CaptureWarning, stacklevel=level)
+
+
+class _Untold(logging.Filter):
+    """Drops what PyTorch logs of operators that fail on tensors without numbers, with their whole
+    traces, in threads that expect it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.here = threading.local()
+        logging.getLogger("torch._subclasses.fake_tensor").addFilter(self)
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not getattr(self.here, "depth", 0)
+
+
+_untold = _Untold()
+
+
+@contextmanager
+def untold() -> Iterator[None]:
+    """Inside, a trace is an attempt: the library itself says what comes of one that fails."""
+    here = _untold.here
+    here.depth = getattr(here, "depth", 0) + 1
+    try:
+        yield
+    finally:
+        here.depth -= 1
 
 
 def let_through(error: BaseException, before: BaseException | None) -> None:

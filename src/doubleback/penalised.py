@@ -19,6 +19,7 @@ from .errors import InputError, refuse_unused, warn
 from .explain import Explanation, explain
 from .graph import Graph
 from .jacobian import price
+from .kernels import compiling
 from .penalties import (
     Custom,
     Loss,
@@ -315,7 +316,7 @@ class Penalised(CapturedModule):
         >>> x, y = torch.randn(5, 4), torch.tensor([0, 1, 2, 0, 1])
         >>> out, loss, penalty = model.accumulate(x, y, weight=0.01)
         """
-        if torch.compiler.is_compiling():
+        if compiling():
             return self._opaque(self._accumulate)(args, kwargs, loss, weight)
         return self._accumulate(args, kwargs, loss, weight)
 

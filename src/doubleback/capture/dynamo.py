@@ -20,7 +20,6 @@ from __future__ import annotations
 import enum
 import gc
 import itertools
-import logging
 import os
 import re
 import sys
@@ -29,7 +28,7 @@ import traceback
 import warnings
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from time import monotonic
 from types import FunctionType, ModuleType
 from typing import Any, ClassVar
@@ -39,7 +38,7 @@ import torch
 from torch import nn
 
 from .. import _torch
-from ..errors import CaptureError, InputError, let_through, warn
+from ..errors import CaptureError, InputError, let_through, untold, warn
 from ..graph import Graph
 from .arguments import plain, refuse_distributed, tensors_in
 from .lifting import lift
@@ -284,8 +283,7 @@ class _Quiet:
     """What PyTorch warns and logs of its own calls while it captures is nobody's business: a
     capture that fails says itself why."""
 
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    held: ClassVar[list[tuple[warnings.catch_warnings, int]]] = []
+    held: ClassVar[list[ExitStack]] = []
 
     @classmethod
     def install(cls) -> None:
@@ -297,17 +295,15 @@ class _Quiet:
     @classmethod
     def start(cls, _: Any) -> None:
         if _boxes():
-            cls.held.append((warnings.catch_warnings(), cls.log.level))
-            cls.held[-1][0].__enter__()
+            cls.held.append(ExitStack())
+            cls.held[-1].enter_context(warnings.catch_warnings())
+            cls.held[-1].enter_context(untold())
             warnings.simplefilter("ignore")
-            cls.log.setLevel(logging.CRITICAL)
 
     @classmethod
     def end(cls, _: Any) -> None:
         if _boxes() and cls.held:
-            caught, level = cls.held.pop()
-            cls.log.setLevel(level)
-            caught.__exit__(None, None, None)
+            cls.held.pop().close()
 
 
 class _Escape(Exception):

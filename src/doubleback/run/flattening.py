@@ -13,10 +13,9 @@ all questions alike (`Variant`), and another one is made where they do not.
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -27,7 +26,7 @@ from torch import Tensor
 from .. import _torch
 from .._torch import FakeTensorMode, make_fx, pytree
 from ..counting import Operations, recording, replayed
-from ..errors import RuleError, let_through
+from ..errors import RuleError, let_through, untold
 from ..graph import Graph, Node, compile_sizes
 from ..kernels import for_compiler
 from ..plan import Plan
@@ -258,18 +257,6 @@ def _stand_ins(
 # ----------------------------------------------------------------------------- for one size
 
 
-@contextmanager
-def _untold() -> Iterator[None]:
-    """PyTorch logs an attempt that fails as an error, with its trace: here it is none."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    before = logger.level
-    logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)
-
-
 class Replay:
     """Flat graphs by key, made when first asked for; the latest are kept, since a number among the
     arguments that is new at every call makes a graph of its own.
@@ -308,7 +295,7 @@ class Replay:
         if flat is None:
             handled = sys.exception()
             try:
-                with _untold():
+                with untold():
                     flat = flatten(
                         fn, tensors, self.compiler, pass_inputs, recompute=self.recompute
                     )

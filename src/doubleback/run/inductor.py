@@ -510,9 +510,9 @@ class _Cut:
         self.lengths[node] = length
 
     def _is_costly(self, node: Node) -> bool:
-        """Whether it would be written down once more for a later reader, or is written down anyway:
-        a residual stream, which a product reads and the next layer adds to. Views are judged by
-        what they show."""
+        """Whether it would be written down once more for a later reader, or is written down anyway
+        (a residual stream, which a product reads and the next layer adds to), and is not of the
+        share that is computed again all the same. Views are judged by what they show."""
         if self.share == 1 or is_view(node):
             return False
         here = [n for n in readers(node) if self.early(n)]
