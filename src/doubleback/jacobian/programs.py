@@ -106,7 +106,7 @@ class Phases(FourSweeps, ABC):
 
     @property
     def stretches(self) -> Sequence[Stretch]:
-        return self.plan.whole if self.replay.compiler else self.plan.stretches
+        return self.plan.whole if isinstance(self.replay.compiler, str) else self.plan.stretches
 
     def _last(
         self, state: Any, extra: Sequence[Any], grad_outputs: Mapping[int, Tensor | None],

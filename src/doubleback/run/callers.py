@@ -124,7 +124,7 @@ class CallersProgram(FourSweeps):
 
     @property
     def stretches(self) -> Sequence[Stretch]:
-        return self.plan.whole if self.replay.compiler else self.plan.stretches
+        return self.plan.whole if isinstance(self.replay.compiler, str) else self.plan.stretches
 
     def _last(
         self, state: Called, extra: Sequence[Any], grad_outputs: Mapping[int, Tensor | None],

@@ -278,10 +278,14 @@ class FourSweeps:
         watch = sweeps.finite_watch(plan) if self.debug else None
         for stretch in stretches:
             gamma = sweeps.second(plan, state, gamma, keep=keep, watch=watch, steps=stretch.steps)
-            yield [
-                self._usual(gamma.pop(v)) if v in plan.trained and v in gamma else None
-                for v in stretch.values
-            ]
+            grads = [gamma.pop(v, None) if v in plan.trained else None for v in stretch.values]
+            # each in memory of its own: callers may write to what they are handed
+            taken = set() if stretch is stretches[-1] else {_memory(t) for t in gamma.values()}
+            for i, g in enumerate(grads):
+                if g is not None:
+                    grads[i] = self._usual(g.clone() if _memory(g) in taken else g)
+                    taken.add(_memory(g))
+            yield grads
 
     def _laid_out(self, leaves: Mapping[int, Tensor]) -> Mapping[int, Tensor]:
         """Images and filters in the layouts of the plan."""
@@ -511,12 +515,12 @@ class FlatProgram(ABC):
 
     @property
     @abstractmethod
-    def _compiles(self) -> bool:
-        """Whether flat graphs are compiled, each as a whole."""
+    def _compiler(self) -> bool | str:
+        """Whether flat graphs are compiled; a mode of `torch.compile`: each as a whole."""
 
     @property
     def stretches(self) -> Sequence[Stretch]:
-        return self.plan.whole if self._compiles else self.plan.stretches
+        return self.plan.whole if isinstance(self._compiler, str) else self.plan.stretches
 
     def parts(
         self, stretches: Sequence[Stretch], state: Any, extra: Sequence[Any],
@@ -591,8 +595,8 @@ class FlattenedProgram(FlatProgram):
         return self._program.along(grads, batch)
 
     @property
-    def _compiles(self) -> bool:
-        return bool(self.replay.compiler)
+    def _compiler(self) -> bool | str:
+        return self.replay.compiler
 
     def _enter(self, leaves: Mapping[int, Tensor], *rest: Any) -> tuple[Any, Pack] | None:
         return (self.replay, Pack((dict(leaves), *rest))) if self.replay.tick() else None
@@ -718,8 +722,8 @@ class OpenProgram(FlatProgram):
         return self.family.reference.along(grads, batch)
 
     @property
-    def _compiles(self) -> bool:
-        return bool(self.family.compiler)
+    def _compiler(self) -> bool | str:
+        return self.family.compiler
 
     def _enter(self, leaves: Mapping[int, Tensor], *rest: Any) -> tuple[Any, Pack] | None:
         given = _OpenPack(self.family, self.numbers, leaves, rest)
@@ -747,6 +751,11 @@ def _split(plan: Plan, spec: Any, tensors: Sequence[Tensor]) -> tuple[list, Any,
     values = tensors[start] if several is None else list(tensors[start:end])
     written = tensors[end : end + len(plan.mutations)]
     return list(tensors[:start]), values, dict(zip(plan.mutations, written, strict=True))
+
+
+def _memory(t: Tensor) -> int:
+    """Equal for tensors that share memory."""
+    return t.untyped_storage()._cdata if t.layout is torch.strided else id(t)
 
 
 def _fresh(result: Tensor, given: Sequence[Tensor]) -> Tensor:
