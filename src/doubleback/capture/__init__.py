@@ -10,7 +10,7 @@ from .arguments import (
     requires_grad,
     take_apart,
 )
-from .dynamo import Surroundings, capture_of, find_graph, forget, global_hooks, trackers_off
+from .dynamo import Surroundings, capture_of, find_graph, forget, global_hooks, trackers_off, turn
 from .lifting import mark, stop_gradient
 
 __all__ = [
@@ -30,4 +30,5 @@ __all__ = [
     "stop_gradient",
     "take_apart",
     "trackers_off",
+    "turn",
 ]
