@@ -57,6 +57,63 @@ def test_what_backward_reads_may_not_change_before(change, after):
         penalty.backward()
 
 
+MANY = {
+    "rows": lambda r: db.Jacobian(plan="rows", reduction=r),
+    "a row at a time": lambda r: db.Jacobian(plan="rows", chunk=1, reduction=r),
+    "columns": lambda r: db.Jacobian(plan="columns", reduction=r),
+    "waist": lambda r: db.Jacobian(plan="waist", reduction=r),
+    "softmax": lambda r: db.Jacobian(of="softmax", reduction=r),
+    "projections": lambda r: db.Jacobian(projections=2, reduction=r),
+    "spectral": lambda r: db.SpectralNorm(reduction=r),
+    "match": lambda r: db.JacobianMatch(reduction=r),
+    "log-determinant": lambda r: db.LogDet(reduction=r),
+    "one seed": lambda r: db.OutputGradient(0, reduction=r),
+}
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("name", MANY)
+def test_a_parameter_may_change_before_backward_unless_it_is_read(name, reduction):
+    """Any of them, and x: either the gradients are those of before, or it is refused; a last bias
+    no derivative reads, and stock does not mind."""
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2), nn.Linear(2, 6), nn.Softplus(), nn.Linear(6, 4)
+    ).double()
+    extra = (torch.randn(3, 4, 4).double(),) if name == "match" else ()
+    x = torch.randn(3, 4).double()
+
+    def make():
+        after = 0 if name == "rows" else None
+        return db.Penalised(net, MANY[name](reduction), sweeps=True, flatten_after=after)
+
+    kept = make()
+
+    def run(changed=None):
+        model = make() if kept.penalty.carries else kept  # a call goes on from the last one's
+        torch.manual_seed(1)
+        out, penalty = model(x, *extra)
+        if changed is not None:
+            before = changed.detach().clone()
+            with torch.no_grad():
+                changed.add_(0.5)
+        try:
+            (out.square().sum() + (penalty * torch.arange(1, 4)).sum()).backward()
+        finally:
+            if changed is not None:
+                with torch.no_grad():
+                    changed.copy_(before)
+        return gradients(net)
+
+    expected, refused = run(), []
+    for i, changed in enumerate((*net.parameters(), x)):
+        try:
+            torch.testing.assert_close(run(changed), expected, rtol=1e-10, atol=1e-12)
+        except db.StaleGraphError:
+            refused.append(i)
+    assert 2 in refused and 7 not in refused
+
+
 @pytest.mark.parametrize("after", [None, 0])
 def test_an_output_may_change_unless_backward_reads_it(after):
     net = dense()

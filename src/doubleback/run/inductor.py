@@ -15,7 +15,7 @@ import math
 import operator
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from functools import cache
 from typing import Any
@@ -319,10 +319,12 @@ def sound() -> Iterator[None]:
     To fuse two loops on a CPU, PyTorch changes the ranges of one and finds out anew what it reads,
     by the names that tensors had before anything was written into them: a reader that comes after a
     scatter then counts as one before it, and may run before it. Before 2.13 it also forgets that a
-    writer waits for the readers of the old values. Names and waits are put right.
+    writer waits for the readers of the old values. Names and waits are put right. Before 2.13 the
+    settings are those of all threads, too, so that one at a time compiles.
     """
     _keep_names()
-    with _torch.inductor_config.patch(SOUND):
+    turn = _torch.compile_lock if _torch.before(2, 13) else nullcontext()
+    with turn, _torch.inductor_config.patch(SOUND):
         yield
 
 
