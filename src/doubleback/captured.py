@@ -36,6 +36,7 @@ from .run import (
     Family,
     FlattenedProgram,
     OpenProgram,
+    OpenReplay,
     Replay,
     no_autocast,
     read_state,
@@ -50,7 +51,8 @@ class Site:
 
     open: the graph, whose sizes may be open; numbers: those of its symbols in this call; inputs:
     the tensors it starts from; outputs, shape: its outputs and the target's shape at these numbers;
-    key: which graph, at which sizes, with which inputs penalised.
+    key: which graph, at which sizes, with which inputs penalised; asked: with open sizes,
+    if it is only asked about and will not run.
     """
 
     call: Arguments
@@ -61,6 +63,7 @@ class Site:
     outputs: tuple
     shape: tuple[int, ...]
     key: tuple
+    asked: bool = False
 
     @property
     def target(self) -> int:
@@ -295,7 +298,10 @@ class CapturedModule(nn.Module):
         with torch.inference_mode(False), torch.enable_grad():
             args, kwargs = call.with_x(call.aliases)
             graph, inputs = find_graph(self.net, self.output, args, kwargs)
-            return self._site(graph, inputs, call)
+            site = self._site(graph, inputs, call)
+            if not graph.symbols:
+                return site
+            return replace(site, asked=True, key=("asked", *site.key))
 
     def _site(self, graph: Graph, inputs: Sequence[Any], call: Arguments) -> Site:
         only_one(graph.targets, self.output)
@@ -379,14 +385,38 @@ class CapturedModule(nn.Module):
             return make(plan.at(site.graph))
         if not site.open.symbols:
             return FlattenedProgram(make(plan), self._replay(site))
+        family = self._family(site, key, lambda: make(plan))
+        return OpenProgram(family, site.numbers)
+
+    def _phased(
+        self, site: Site, plan: Plan, make: Callable[[Plan, Replay], Any], key: tuple,
+        flat: bool, exact: bool,
+    ) -> Any:  # fmt: skip
+        """The program `make(plan, replay)` of phases that are flattened one by one, if at all
+        (`flat`). Where sizes change, one is made for all calls of about one size, unless `exact`,
+        and runs at the sizes of each."""
+        if self.debug or site.asked or not site.open.symbols:
+            return make(plan.at(site.graph), self._replay(site) if flat else Replay(False, None))
+        size = site.numbers if exact else tuple([n.bit_length() for n in site.numbers])
+        here = lambda: make(plan.at(site.graph), Replay(self.compile_mode, None))  # noqa: E731
+        family = self._family(site, key, here, phased=flat)
+        program = family.programs.get(size)
+        if program is None:
+            program = here() if family.programs else family.reference
+            remember(family.programs, size, program)
+        return replace(program, replay=OpenReplay(family, site.numbers))
+
+    def _family(
+        self, site: Site, key: tuple, make: Callable[[], Any], phased: bool | None = None
+    ) -> Family:
         key = (id(site.open), site.penalised, *key)
         _, family = self._families.get(key, (None, None))
         if family is None:
-            family = Family(
-                site.open, plan, make, self.compile_mode, self.flatten_after, self.recompute
-            )
+            after = None if phased is False else self.flatten_after
+            compiler = phased is not False and self.compile_mode
+            family = Family(site.open, make(), compiler, after, self.recompute, bool(phased))
             remember(self._families, key, (site.open, family))
-        return OpenProgram(family, site.numbers, lambda: make(plan.at(site.graph)))
+        return family
 
     def _refuse_unused(self, site: Site, plan: Plan) -> None:
         for value, x in zip(site.penalised, site.call.x, strict=True):

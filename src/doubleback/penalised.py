@@ -524,8 +524,9 @@ class Penalised(CapturedModule):
 
         def make(plan: Plan, key: tuple) -> Any:
             request = Request(
-                lambda: plan.at(site.graph), asked, self.debug, self._replay(site), self._carried,
-                known, lambda make: self._swept(site, plan, make, key),
+                lambda: plan.at(site.graph), asked, self.debug, self._carried, known,
+                lambda make: self._swept(site, plan, make, key),
+                lambda make, flat, exact: self._phased(site, plan, make, key, flat, exact),
             )  # fmt: skip
             return self.penalty.program(request)
 

@@ -96,9 +96,12 @@ class Penalty(ABC):
         """The four sweeps with this penalty: all of them flat where no code of a caller's is part
         of them, else flat around it."""
         if self.fingerprint() is None or not request.known:
-            return CallersProgram(
-                request.plan(), self, request.debug, asked=request.asked, replay=request.replay
-            )
+            return request.phased(
+                lambda plan, replay: CallersProgram(
+                    plan, self, request.debug, asked=request.asked, replay=replay
+                ),
+                True, False,
+            )  # fmt: skip
         return request.whole(
             lambda plan: FourSweeps(plan, self, request.debug, asked=request.asked)
         )
