@@ -268,7 +268,16 @@ class CapturedModule(nn.Module):
     def _choose(self, site: Site) -> None:
         size = self._size(site.call)
         if size not in self._choices and self._free_to_choose():
-            remember(self._choices, size, choose(site.graph))
+            remember(self._choices, size, choose(site.graph, self._pulls(site)))
+
+    def _leaves(self, site: Site) -> bool:
+        """Whether calls of about this size, which changes, go to autograd from the next one on, so
+        that this one is not worth a flat graph."""
+        return bool(site.open.symbols) and self._chosen(site.call) is not None
+
+    def _pulls(self, site: Site) -> int | None:
+        """How many v autograd would pull through the network; None: more than it should."""
+        return 1
 
     def _way(self, site: Site) -> str:
         """Which it is, and why, for `explain`."""
@@ -276,7 +285,7 @@ class CapturedModule(nn.Module):
             return "autograd: asked for"
         if not self._free_to_choose():
             return "sweeps: asked for" if self.sweeps else "sweeps"
-        return str(choose(site.graph))
+        return str(choose(site.graph, self._pulls(site)))
 
     def _on_autograd(self, run: Callable[[Way], Any], way: Way) -> Any:
         """The network's call on autograd. Where it could not be captured it is said once why, after
@@ -354,10 +363,10 @@ class CapturedModule(nn.Module):
         key = (site.key, wanted, varying, *key, how)
         program = self._programs.get(key)
         if program is None:
-            program = make(self._plan(site, wanted, varying), key[1:])
-            if not program.for_one_call:
-                remember(self._programs, key, program)
             self._choose(site)
+            program = make(self._plan(site, wanted, varying), key[1:])
+            if not program.for_one_call and not self._leaves(site):
+                remember(self._programs, key, program)
         if not self.allow_unused:
             self._refuse_unused(site, program.plan)
         return program, state
@@ -381,7 +390,7 @@ class CapturedModule(nn.Module):
     def _swept(self, site: Site, plan: Plan, make: Callable[[Plan], Any], key: tuple) -> Any:
         """The program `make(plan)`, whose sweeps run flat unless one is debugging: by graphs for
         these sizes, or for all sizes where they change."""
-        if self.debug:
+        if self.debug or self._leaves(site):
             return make(plan.at(site.graph))
         if not site.open.symbols:
             return FlattenedProgram(make(plan), self._replay(site))
@@ -395,8 +404,10 @@ class CapturedModule(nn.Module):
         """The program `make(plan, replay)` of phases that are flattened one by one, if at all
         (`flat`). Where sizes change, one is made for all calls of about one size, unless `exact`,
         and runs at the sizes of each."""
-        if self.debug or site.asked or not site.open.symbols:
-            return make(plan.at(site.graph), self._replay(site) if flat else Replay(False, None))
+        once = self._leaves(site)
+        if self.debug or site.asked or once or not site.open.symbols:
+            replay = self._replay(site) if flat and not once else Replay(False, None)
+            return make(plan.at(site.graph), replay)
         size = site.numbers if exact else tuple([n.bit_length() for n in site.numbers])
         here = lambda: make(plan.at(site.graph), Replay(self.compile_mode, None))  # noqa: E731
         family = self._family(site, key, here, phased=flat)
@@ -491,6 +502,7 @@ aten = torch.ops.aten
 # all, at a normalisation, and at an activation with curvature, which they take in more steps.
 FLOPS, BYTES = 20_000, 8_000
 HOST, NORM, CURVED = 450.0, 300.0, 40.0
+PULLED, SEEDED = 24.0, 30.0  # of autograd for each v at each node; of sweeps for several v there
 LARGE = 2000.0  # the convolution from which on its weight gradient has the better kernel
 
 # A long step hides the host's work: this share of it may be lost.
@@ -543,11 +555,11 @@ def _time(microseconds: float) -> str:
     return f"{microseconds / 1000:.3g} ms"
 
 
-def choose(graph: Graph) -> Choice:
+def choose(graph: Graph, pulls: int | None = 1) -> Choice:
     """For a network on a CPU; elsewhere kernels run while the host goes on, so that sweeps are
-    never chosen against."""
+    never chosen against. pulls: how many v autograd takes one by one and the sweeps together."""
     metas = [m for m in graph.values if m is not None]
-    if any(m.device.type != "cpu" for m in metas):
+    if pulls is None or any(m.device.type != "cpu" for m in metas):
         return Choice(0.0, 0.0, 0.0, False)
     spared, work, host, attends = 0.0, 0.0, HOST, False
     for node in graph.nodes:
@@ -560,7 +572,9 @@ def choose(graph: Graph) -> Choice:
         spared += saved
         host += more
         attends |= _packet(node) is aten.scaled_dot_product_attention
-    return Choice(spared, host, STEP * work, True, attends)
+        spared += (pulls - 1) * PULLED
+        host += SEEDED if pulls > 1 else 0.0
+    return Choice(spared, host, pulls * STEP * work, True, attends)
 
 
 def _known_twice(node: Node) -> bool:

@@ -184,6 +184,10 @@ class Jacobian(Penalty):
     def one_seed(self) -> bool:
         return self.projections == 1
 
+    def pulls(self, out_shape: Sequence[int]) -> int | None:
+        told = self.chunk is not None or self.memory is not None or self.plan != "auto"
+        return None if told else self.seed_count(out_shape)
+
     def oracle_seeds(self, out: Tensor, x: Sequence[Tensor], *extra: Tensor) -> Sequence[Tensor]:
         """Every v⟨i⟩ by its definition, for the oracle: for softmax the rows of S themselves."""
         if self.of == "softmax" and self.projections is None:

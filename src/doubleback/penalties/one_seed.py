@@ -224,6 +224,11 @@ class Penalty(ABC):
         """Whether one v is all there is: then autograd takes the same products as the sweeps."""
         return True
 
+    def pulls(self, out_shape: Sequence[int]) -> int | None:
+        """How many v autograd would pull through the network, one by one; None where that is no way
+        for this penalty."""
+        return 1 if self.one_seed else None
+
     def quick_seeds(self, out: Tensor, x: Sequence[Tensor], *extra: Tensor) -> Sequence[Tensor]:
         """The same in the fewest operations, for networks that run on autograd by choice."""
         return self.oracle_seeds(out, x, *extra)
