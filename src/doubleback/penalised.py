@@ -172,7 +172,10 @@ class Penalised(CapturedModule):
         return self.penalty.extras
 
     def _free_to_choose(self) -> bool:
-        return super()._free_to_choose() and self.penalty.one_seed and not self.cuda_graph
+        return super()._free_to_choose() and not self.cuda_graph
+
+    def _pulls(self, site: Site) -> int | None:
+        return self.penalty.pulls(site.shape)
 
     def _captures(self, call: Any) -> bool:
         empty = not call.x[0].shape[0]
@@ -284,7 +287,10 @@ class Penalised(CapturedModule):
             remember(self._short, self._shape_of(args), way)
 
     def _shape_of(self, args: tuple) -> tuple:
-        return self.net.training, *[(t.shape, t.dtype, t.device) for t in args]
+        """As `_size`, of arguments that are not taken apart."""
+        return self.net.training, *[
+            (t.dtype, t.device, *[n.bit_length() for n in t.shape]) for t in args
+        ]
 
     def _short_way(self, args: tuple, kwargs: Mapping[str, Any]) -> Way | None:
         if kwargs or not all([type(t) is Tensor for t in args]) or not torch.is_grad_enabled():
@@ -544,8 +550,9 @@ class Penalised(CapturedModule):
 
         def make(plan: Plan, key: tuple) -> Any:
             request = Request(
-                lambda: plan.at(site.graph), asked, self.debug, self._replay(site), self._carried,
-                known, lambda make: self._swept(site, plan, make, key),
+                lambda: plan.at(site.graph), asked, self.debug, self._carried, known,
+                lambda make: self._swept(site, plan, make, key),
+                lambda make, flat, exact: self._phased(site, plan, make, key, flat, exact),
             )  # fmt: skip
             return self.penalty.program(request)
 

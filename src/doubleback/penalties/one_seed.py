@@ -97,9 +97,12 @@ class Penalty(ABC):
         """The four sweeps with this penalty: all of them flat where no code of a caller's is part
         of them, else flat around it."""
         if self.fingerprint() is None or not request.known:
-            return CallersProgram(
-                request.plan(), self, request.debug, asked=request.asked, replay=request.replay
-            )
+            return request.phased(
+                lambda plan, replay: CallersProgram(
+                    plan, self, request.debug, asked=request.asked, replay=replay
+                ),
+                True, False,
+            )  # fmt: skip
         return request.whole(
             lambda plan: FourSweeps(plan, self, request.debug, asked=request.asked)
         )
@@ -231,6 +234,11 @@ class Penalty(ABC):
     def one_seed(self) -> bool:
         """Whether one v is all there is: then autograd takes the same products as the sweeps."""
         return True
+
+    def pulls(self, out_shape: Sequence[int]) -> int | None:
+        """How many v autograd would pull through the network, one by one; None where that is no way
+        for this penalty."""
+        return 1 if self.one_seed else None
 
     def quick_seeds(self, out: Tensor, x: Sequence[Tensor], *extra: Tensor) -> Sequence[Tensor]:
         """The same in the fewest operations, for networks that run on autograd by choice."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .. import sweeps
 from .._torch import pytree
-from ..graph import Node
+from ..graph import Graph, Node
 from ..kernels import taps_first
 from ..plan import Plan, Stretch
 from ..rules import add
@@ -127,18 +127,19 @@ class Request:
     """What a penalty makes its program for.
 
     plan(): the plan at this call's sizes; asked: the places of those among the penalty's own
-    tensors that ask for a gradient; replay: flat graphs for parts of the program; carried: what
-    earlier calls left for later ones; known: whether no loss beside the penalty is a caller's code;
-    whole(make): the program `make(plan)`, with all of its sweeps flattened together.
+    tensors that ask for a gradient; carried: what earlier calls left for later ones; known: whether
+    no loss beside the penalty is a caller's code; whole(make): the program `make(plan)`, with all
+    of its sweeps flattened together; phased(make, flat, exact): `make(plan, replay)`, of phases
+    that are flattened one by one if `flat`; exact: made for the very sizes of a call.
     """
 
     plan: Callable[[], Plan]
     asked: tuple[int, ...]
     debug: bool
-    replay: Replay
     carried: dict[Any, Tensor]
     known: bool
     whole: Callable[[Callable[[Plan], FourSweeps]], Program]
+    phased: Callable[[Callable[[Plan, Replay], Any], bool, bool], Program]
 
 
 # ----------------------------------------------------------------------------- node by node
@@ -155,6 +156,7 @@ class FourSweeps:
     for_one_call = False
     decision = None
     pulls = None
+    kind: ClassVar[Any] = None  # which of several programs for one plan, where there are such
 
     plan: Plan
     penalty: Any
@@ -165,6 +167,10 @@ class FourSweeps:
     def prelude(self) -> Sequence[Node]:
         """What runs before the sweeps, under autograd."""
         return self.plan.prelude
+
+    def at(self, graph: Graph) -> Any:
+        """The same program at other sizes."""
+        return replace(self, plan=self.plan.at(graph))
 
     def to_price(self, replay: Any) -> Any:
         """The same program, to be run once on tensors without numbers: nothing is checked and
@@ -684,8 +690,7 @@ class _OpenGradients(Pack):
 class OpenProgram(FlatProgram):
     """One call's program, by flat graphs for all sizes, which its family keeps.
 
-    numbers: of the open graph's symbols in this call; make(): the program at these, for sweeps that
-    run node by node.
+    numbers: of the open graph's symbols in this call.
     """
 
     no_graph: ClassVar[str | None] = (
@@ -696,11 +701,10 @@ class OpenProgram(FlatProgram):
 
     family: Family
     numbers: tuple
-    make: Callable[[], Any]
 
     @cached_property
     def program(self) -> Any:
-        return self.make()
+        return self.family.program(self.numbers)
 
     @property
     def plan(self) -> Plan:
@@ -739,7 +743,11 @@ class OpenProgram(FlatProgram):
         self, graphs: Variant, key: Any, run: Callable[[Any, Sequence[Tensor]], Any], given: Any,
         state: FlatState | None = None, pass_inputs: bool = False,
     ) -> Flat | None:  # fmt: skip
-        return graphs.get(key, run, partial(given.stand_ins, graphs), pass_inputs)
+        program = self.family.program
+        return graphs.get(
+            key, lambda numbers, tensors: run(program(numbers), tensors),
+            partial(given.stand_ins, graphs), pass_inputs,
+        )  # fmt: skip
 
 
 def _split(plan: Plan, spec: Any, tensors: Sequence[Tensor]) -> tuple[list, Any, dict]:
