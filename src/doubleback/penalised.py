@@ -638,7 +638,8 @@ def _values(
     total = penalty.oracle_values(out, pull, *extra)
     if total is None:
         for v in seeds(out, leaves, *extra) if out.requires_grad else [None]:
-            value = penalty.value(pulled(out, leaves, v, graph, unused), *extra)
+            xi = pulled(out, leaves, v, graph, unused)
+            value = penalty.at(out, *extra).value(xi, *extra)
             total = value if total is None else total + value
     assert total is not None
     return total

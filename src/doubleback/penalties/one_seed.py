@@ -7,6 +7,7 @@ Each penalty is a small record with
     seed(out, *e)      v, shaped like `out`
     head(out, h, *e)   (∂v/∂out)* h, where v varies
     measure(ξ, *e)     p per example, and q₀ = ∇p
+    at(out, *e)        the same where p sees the output too
     pull(…, *e)        the gradient of e itself, where it is asked for
     check(out, x, *e)  raises before anything runs on a wrong argument
     fingerprint()      a key of its numbers, None where a caller's code is part of it
@@ -18,6 +19,7 @@ average.
 
 from __future__ import annotations
 
+import copy
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
@@ -37,6 +39,7 @@ from ..spaces import per_example
 from .losses import (
     PER_EXAMPLE,
     CallableLoss,
+    Callback,
     Loss,
     LossName,
     NormLike,
@@ -109,6 +112,10 @@ class Penalty(ABC):
 
     def afresh(self) -> Penalty:
         """The same penalty, which goes on from nothing that an earlier call left."""
+        return self
+
+    def at(self, out: Tensor | None, *extra: Any) -> Penalty:
+        """The penalty whose p knows this output and these extras; itself where p sees ξ alone."""
         return self
 
     @abstractmethod
@@ -515,8 +522,9 @@ class Custom(Penalty):
     """R = p(J*v) with your own v and p.
 
     v(out, *extra) → a tensor shaped like out, differentiable in out where it depends on it;
-    p(ξ) → one number per example, or any norm. `extras` says how many of the call's last
-    arguments go to v; those that require grad receive theirs.
+    p(ξ) → one number per example, or any norm; with `sees_output`, p(ξ, out, *extra).
+    `extras` says how many of the call's last arguments go to them; those that require grad receive
+    theirs, and so do the network's parameters through out.
     """
 
     varying = True
@@ -524,16 +532,27 @@ class Custom(Penalty):
     def __init__(
         self,
         v: Callable[..., Tensor],
-        p: NormLike | None = None,
+        p: NormLike | Callable[..., Tensor] | None = None,
         *,
         extras: int = 0,
+        sees_output: bool = False,
         reduction: Reduction = "mean",
     ) -> None:
         super().__init__(p, reduction)
         if not callable(v):
             raise InputError("Custom needs a callable v(out, *extra)")
+        if sees_output and not isinstance(self.norm, Callback):
+            raise InputError("Custom with sees_output needs a callable p(ξ, out, *extra)")
         self.v = v
         self.extras = extras
+        self.sees_output = sees_output
+
+    def at(self, out: Tensor | None, *extra: Any) -> Penalty:
+        if not self.sees_output:
+            return self
+        own, p = copy.copy(self), self.norm.p
+        own.norm = Callback(lambda xi: p(xi, out, *extra))
+        return own
 
     def seed(self, out: Tensor, *extra: Tensor) -> Tensor:
         v = self.v(out, *extra)

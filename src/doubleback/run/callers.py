@@ -81,7 +81,9 @@ class CallersProgram(FourSweeps):
         xi, held = self._backward(leaves, values, saved, v.detach(), keep)
         with torch.enable_grad():
             xi = [u.detach().requires_grad_() for u in xi]
-            per_example = self.penalty.value(xi, *given)
+            per_example = self.penalty.at(out, *given).value(xi, *given)
+        own = [t for t in pytree.tree_leaves(tuple(given)) if isinstance(t, Tensor)]
+        refuse_others("p", per_example, *xi, out, *own)
         state = Called(values, saved, held, out, v, xi, per_example, given)
         return per_example.detach(), state
 
@@ -138,8 +140,11 @@ class CallersProgram(FourSweeps):
         if grad_values is not None:
             parts = pytree.tree_leaves(tuple(state.given))
             asked = [parts[i] for i in self.asked]
-            q, own = _pulled(state.per_example, state.xi, asked, grad_values, keep)
+            leaves = [*state.xi, state.out]
+            (*q, seen), own = _pulled(state.per_example, leaves, asked, grad_values, keep)
             h, gamma = self._tangent(state, q, keep)
+            if plan.target in plan.trained:
+                join(gamma, plan.target, seen)
             if h is not None and state.v.requires_grad:
                 (head,), more = _pulled(state.v, [state.out], asked, h, keep)
                 own = [a if b is None else b if a is None else a + b

@@ -202,7 +202,8 @@ class FourSweeps:
 
     def _measured(self, state: sweeps.State, xi: list[Tensor], extra: Sequence[Any]) -> Any:
         """p per example; what the tangents will start from goes into the state."""
-        values, state.q0 = self.penalty.measure(xi, *extra)
+        penalty = self.penalty.at(state.values[self.plan.target], *extra)
+        values, state.q0 = penalty.measure(xi, *extra)
         if self.asked or self.penalty.coupled:
             state.xi[sweeps.INPUTS] = xi
         return values
@@ -210,7 +211,8 @@ class FourSweeps:
     def _start(self, state: sweeps.State, along: Any, extra: Sequence[Any]) -> dict[int, Tensor]:
         """q₀ at each penalised input, for what arrived at the values."""
         xi = state.xi.get(sweeps.INPUTS, ())
-        q0 = self.penalty.weighted(state.q0, xi, along, *extra)
+        penalty = self.penalty.at(state.values.get(self.plan.target), *extra)
+        q0 = penalty.weighted(state.q0, xi, along, *extra)
         return dict(zip(self.plan.penalised, q0, strict=True))
 
     def results(self, values: Any) -> tuple[Tensor, ...]:
