@@ -297,3 +297,29 @@ def test_compiled_sweeps_for_all_sizes_agree(call):
             gradients.append([p.grad.clone() for p in net.parameters()])
         for ours, theirs in zip(*gradients, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("call", ["call", "accumulate"])
+def test_a_column_of_targets_keeps_no_sweeps_from_being_flattened(call, monkeypatch):
+    made = []
+    flatten = flattening.flatten
+    monkeypatch.setattr(flattening, "flatten", lambda *a, **k: made.append(a) or flatten(*a, **k))
+    net = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 1)).double()
+    model = db.Penalised(net, db.LossGradient("mse"), flatten_after=1, sweeps=True)
+    stock = db.Penalised(net, db.LossGradient("mse"), sweeps=False)
+    counts = []
+    for rows in (4, 6, 9, 5, 7, 11, 1, 8):
+        x, y = torch.randn(rows, 5).double(), torch.randn(rows, 1).double()
+        gradients = []
+        for m in (model, stock):
+            net.zero_grad()
+            if call == "accumulate":
+                m.accumulate(x, y, loss="mse", weight=0.3)
+            else:
+                out, value = m(x, y)
+                (F.mse_loss(out, y) + 0.3 * value).backward()
+            gradients.append([p.grad.clone() for p in net.parameters()])
+        counts.append(len(made))
+        for ours, theirs in zip(*gradients, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+    assert 0 < counts[-3] == counts[3]

@@ -624,7 +624,8 @@ class FlattenedProgram(FlatProgram):
 
 class _OpenPack(Pack):
     """The tensors that a flat graph for all sizes takes: those of the graph's values `leaves`
-    first, then others, whose sizes are numbers of their own."""
+    first, then others, whose sizes are numbers of their own, but for 0 and 1: a graph that serves
+    those serves no others (a column of targets)."""
 
     def __init__(self, family: Family, own: tuple, leaves: Mapping[int, Tensor], rest: Any) -> None:
         super().__init__((dict(leaves), *rest))
@@ -635,7 +636,7 @@ class _OpenPack(Pack):
             for i, t in enumerate(self.tensors)
         ]
         self.rest = self.tensors[len(self.open) :]
-        self.numbers = (*own, *(n for t in self.rest for n in t.shape))
+        self.numbers = (*own, *(n for t in self.rest for n in t.shape if n > 1))
 
     @property
     def key(self) -> Any:
@@ -644,14 +645,14 @@ class _OpenPack(Pack):
             (t.shape, t.stride(), t.dtype) if not open_ else (t.dim(), t.dtype)
             for t, open_ in zip(self.tensors, self.open, strict=False)
         ]
-        rest = [(t.dim(), t.dtype) for t in self.rest]
+        rest = [(tuple([min(n, 2) for n in t.shape]), t.dtype) for t in self.rest]
         return self.structure, tuple(self.places), tuple(self.others), tuple(closed), tuple(rest)
 
     def stand_ins(self, variant: Variant) -> list[Tensor]:
         """The same without numbers."""
         shapes: list[Any] = [variant.metas[v].shape for v in self.leaf_values]
         sizes = iter(variant.numbers[len(variant.family.graph.symbols) :])
-        shapes += [tuple(next(sizes) for _ in t.shape) for t in self.rest]
+        shapes += [tuple([next(sizes) if n > 1 else n for n in t.shape]) for t in self.rest]
         return [variant.like(t, shape) for t, shape in zip(self.tensors, shapes, strict=True)]
 
 
