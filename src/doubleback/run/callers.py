@@ -19,6 +19,7 @@ from torch import Tensor
 from .. import sweeps
 from .._torch import pytree
 from ..errors import InputError, StaleGraphError
+from ..graph import Node
 from ..plan import Stretch
 from .flattening import Replay
 from .program import First, FlattenedProgram, FourSweeps, Step, join
@@ -57,6 +58,10 @@ class CallersProgram(FourSweeps):
     @property
     def for_one_call(self) -> bool:
         return self.replay.for_one_call
+
+    @property
+    def prelude(self) -> Sequence[Node]:
+        return self.replay.prelude(self.plan)
 
     def to_price(self, replay: Replay) -> FlattenedProgram:
         return FlattenedProgram(FourSweeps(self.plan, self.penalty, asked=self.asked), replay)
