@@ -19,6 +19,7 @@ from torch import Tensor
 from .. import sweeps
 from .._torch import pytree
 from ..errors import InputError, StaleGraphError
+from ..graph import Node
 from ..plan import Stretch
 from .flattening import Replay
 from .program import First, FlattenedProgram, FourSweeps, Step, join
@@ -54,11 +55,20 @@ class CallersProgram(FourSweeps):
 
     replay: Replay = field(default_factory=lambda: Replay(False, None), kw_only=True)
 
+    @property
+    def for_one_call(self) -> bool:
+        return self.replay.for_one_call
+
+    @property
+    def prelude(self) -> Sequence[Node]:
+        return self.replay.prelude(self.plan)
+
     def to_price(self, replay: Replay) -> FlattenedProgram:
         return FlattenedProgram(FourSweeps(self.plan, self.penalty, asked=self.asked), replay)
 
     def first(self, leaves: Mapping[int, Tensor], extra: Sequence[Any], keep: bool = True) -> First:
         self.replay.tick()
+        leaves = self.replay.leaves(leaves)
         outputs, mutated, values, saved = self._forward(leaves)
         given = self._given(extra)
         with torch.enable_grad():
@@ -88,45 +98,42 @@ class CallersProgram(FourSweeps):
             parts[i] = parts[i].detach().requires_grad_()
         return pytree.tree_unflatten(parts, spec)
 
-    def _forward(self, leaves: Mapping[int, Tensor]) -> tuple[list, dict, dict, dict]:
-        plan = self.plan
-
-        def run(given: dict[int, Tensor]) -> Any:
-            watch = sweeps.finite_watch(plan) if self.debug else None
-            state = sweeps.forward(plan, self._laid_out(given), watch)
+    def _forward(self, leaves: dict[int, Tensor]) -> tuple[list, dict, dict, dict]:
+        def run(here: CallersProgram, given: dict[int, Tensor]) -> Any:
+            plan = here.plan
+            watch = sweeps.finite_watch(plan) if here.debug else None
+            state = sweeps.forward(plan, here._laid_out(given), watch)
             own = {id(t) for t in given.values()}
             values = {v: t for v, t in state.values.items() if id(t) not in own}
             # clones: what the caller receives is not to alias an input
             outputs = [
                 t.clone() if id(t) in own else t
-                for t in (self._usual(state.values[v]) for v in plan.outputs)
+                for t in (here._usual(state.values[v]) for v in plan.outputs)
             ]
             mutated = {place: state.values[v] for place, v in plan.mutations.items()}
             passed = [v for v, t in state.values.items() if id(t) in own]
             return outputs, mutated, values, passed, state.saved
 
-        outputs, mutated, values, passed, saved = self.replay("forward", run, dict(leaves))
+        outputs, mutated, values, passed, saved = self.replay(self, "forward", run, leaves)
         return outputs, mutated, {**values, **{v: leaves[v] for v in passed}}, saved
 
     def _backward(
         self, leaves: Mapping[int, Tensor], values: dict, saved: dict, v: Tensor, keep: bool
     ) -> tuple[list[Tensor], dict[Any, Any]]:
-        plan = self.plan
-
-        def run(nested: Any) -> Any:
-            watch = sweeps.finite_watch(plan) if self.debug else None
+        def run(here: CallersProgram, nested: Any) -> Any:
+            watch = sweeps.finite_watch(here.plan) if here.debug else None
             state = sweeps.State(dict(nested[0]), dict(nested[1]))
-            xi = sweeps.backward(plan, state, nested[2], keep=keep, watch=watch)
+            xi = sweeps.backward(here.plan, state, nested[2], keep=keep, watch=watch)
             return list(xi), state.xi
 
-        xi, held = self.replay(("backward", keep), run, (values, saved, v))
+        xi, held = self.replay(self, ("backward", keep), run, (values, saved, v))
         zeros = [torch.zeros_like(leaves[x]) if u is None else u
-                 for x, u in zip(plan.penalised, xi, strict=True)]  # fmt: skip
+                 for x, u in zip(self.plan.penalised, xi, strict=True)]  # fmt: skip
         return zeros, held
 
     @property
     def stretches(self) -> Sequence[Stretch]:
-        return self.plan.whole if self.replay.compiler else self.plan.stretches
+        return self.plan.whole if isinstance(self.replay.compiler, str) else self.plan.stretches
 
     def _last(
         self, state: Called, extra: Sequence[Any], grad_outputs: Mapping[int, Tensor | None],
@@ -157,35 +164,34 @@ class CallersProgram(FourSweeps):
     def _tangent(
         self, state: Called, q: Sequence[Tensor | None], keep: bool
     ) -> tuple[Tensor | None, dict[int, Tensor]]:
-        plan = self.plan
-
-        def run(nested: Any) -> Any:
-            watch = sweeps.finite_watch(plan) if self.debug else None
+        def run(here: CallersProgram, nested: Any) -> Any:
+            watch = sweeps.finite_watch(here.plan) if here.debug else None
             values, saved, held, start = nested
             inner = sweeps.State(dict(values), dict(saved), dict(held))
-            return sweeps.tangent(plan, inner, dict(start), watch=watch)
+            return sweeps.tangent(here.plan, inner, dict(start), watch=watch)
 
-        start = {v: u for v, u in zip(plan.penalised, q, strict=True) if u is not None}
+        start = {v: u for v, u in zip(self.plan.penalised, q, strict=True) if u is not None}
         nested = (state.values, state.saved, state.held, start)
-        return self.replay("tangent", run, nested, () if keep else (state.held, start))
+        return self.replay(self, "tangent", run, nested, () if keep else (state.held, start))
 
     def _second(
         self, state: Called, gamma: dict, keep: bool, stretches: Sequence[Stretch]
     ) -> Iterator[list[Tensor | None]]:
-        def run(nested: Any) -> Iterator[list[Tensor | None]]:
+        def run(here: CallersProgram, nested: Any) -> Iterator[list[Tensor | None]]:
             values, saved, start = nested
             inner = sweeps.State(dict(values), dict(saved))
-            return self._second_sweep(inner, dict(start), False, stretches)
+            return here._second_sweep(inner, dict(start), False, stretches)
 
         nested = (state.values, state.saved, gamma)
         consume = () if keep else (state.values, state.saved, gamma)
-        return self.replay.parts("second", run, nested, consume, len(stretches) > 1)
+        return self.replay.parts(self, "second", run, nested, consume, len(stretches) > 1)
 
     def step(
         self, leaves: Mapping[int, Tensor], extra: Sequence[Any], loss: Any, target: Any,
         weight: Tensor | None,
     ) -> Step:  # fmt: skip
         self.replay.tick()
+        leaves = self.replay.leaves(leaves)
         outputs, mutated, values, saved = self._forward(leaves)
         plan, penalty = self.plan, self.penalty
         given = self._given(extra)
