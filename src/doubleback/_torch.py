@@ -374,6 +374,7 @@ ATTRIBUTES: tuple[tuple[str, str, str], ...] = (
     ("torch._ops:OpOverload", "_name", "the operator that `dispatch_dump` is asked about"),
     ("torch._ops:OpOverload", "_overloadpacket", "PyTorch's formulas for FLOPs are kept by it"),
     ("torch._ops:OpOverload", "_dispatch_cache", "tracing goes on with the kernels it holds"),
+    ("torch.fx.experimental.sym_node:SymNode", "_expr", "a size before it was taken for another"),
     ("torch.library:Library", "_destroy", "takes a patch back"),
     ("torch.nn:Module", "_compiled_call_impl", "whether `module.compile()` was called"),
     ("torch.autograd.function:BackwardCFunction", "_set_sequence_nr", "runs when others have run"),

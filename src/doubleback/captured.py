@@ -315,6 +315,11 @@ class CapturedModule(nn.Module):
     def _site(self, graph: Graph, inputs: Sequence[Any], call: Arguments) -> Site:
         only_one(graph.targets, self.output)
         numbers = graph.read_symbols(inputs)
+        if (broken := graph.broken(numbers)) is not None:
+            raise CaptureError(
+                f"{type(self.net).__name__} cannot be captured for this call: a size that numbers "
+                f"decide (by a mask) is taken to fulfil {broken}, and does not"
+            )
         places = {id(t): i for i, t in enumerate(inputs) if isinstance(t, Tensor)}
         where = [places.get(id(t)) for t in call.aliases]
         inputs = list(inputs)
