@@ -34,6 +34,21 @@ class GraphNet(nn.Module):
         return self.leave(torch.tanh(h + torch.zeros_like(h).index_add(0, edges[1], h[edges[0]])))
 
 
+class Beside(nn.Module):
+    """What does not depend on x runs before the sweeps, at sizes of its own."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.last = nn.Linear(36, 8), nn.Linear(8, 3)
+        self.factor = 1.0
+        self.double()
+
+    def forward(self, x, z):
+        beside = torch.sin(self.linear(z.reshape(len(z), 36)))
+        return self.last(torch.tanh(self.linear(x.flatten(1))) * beside * self.factor)
+
+
 def images(rows):
     return (torch.randn(rows, *GRID, dtype=torch.float64),)
 
@@ -148,7 +163,10 @@ CASES = {
     "spectral": (db.SpectralNorm(2, warm_start=False), none, of_spectrum),
     "jacobians": (db.JacobianMatch(), jacobians, of_rows),
 }  # fmt: skip
-NETS = {"image": (image_net, images), "graph": (GraphNet, graphs)}
+NETS = {
+    "image": (image_net, images), "graph": (GraphNet, graphs),
+    "beside": (Beside, lambda rows: (*images(rows), *images(rows))),
+}  # fmt: skip
 MODES = {
     "nodes": {"flatten_after": None}, "flat": {"flatten_after": 1}, "compiled": {"compile": True},
 }  # fmt: skip
@@ -215,6 +233,7 @@ EVERY = [
     if (name, which) != ("projections", "graph")
 ]  # fmt: skip
 QUICK = {*((name, "image", "flat") for name in SOME), ("jacobian", "graph", "flat")}
+QUICK |= {("own loss", "beside", "flat"), ("classes", "beside", "flat")}
 
 
 @pytest.mark.parametrize(
@@ -297,3 +316,45 @@ def test_compiled_sweeps_for_all_sizes_agree(call):
             gradients.append([p.grad.clone() for p in net.parameters()])
         for ours, theirs in zip(*gradients, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("call", ["call", "accumulate"])
+def test_a_column_of_targets_keeps_no_sweeps_from_being_flattened(call, monkeypatch):
+    made = []
+    flatten = flattening.flatten
+    monkeypatch.setattr(flattening, "flatten", lambda *a, **k: made.append(a) or flatten(*a, **k))
+    net = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 1)).double()
+    model = db.Penalised(net, db.LossGradient("mse"), flatten_after=1, sweeps=True)
+    stock = db.Penalised(net, db.LossGradient("mse"), sweeps=False)
+    counts = []
+    for rows in (4, 6, 9, 5, 7, 11, 1, 8):
+        x, y = torch.randn(rows, 5).double(), torch.randn(rows, 1).double()
+        gradients = []
+        for m in (model, stock):
+            net.zero_grad()
+            if call == "accumulate":
+                m.accumulate(x, y, loss="mse", weight=0.3)
+            else:
+                out, value = m(x, y)
+                (F.mse_loss(out, y) + 0.3 * value).backward()
+            gradients.append([p.grad.clone() for p in net.parameters()])
+        counts.append(len(made))
+        for ours, theirs in zip(*gradients, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+    assert 0 < counts[-3] == counts[3]
+
+
+@pytest.mark.parametrize("name", ["own loss", "jacobian", "spectral"])
+def test_a_number_of_the_networks_own_that_changes(name):
+    penalty, arguments, per_example = CASES[name]
+    net = Beside()
+    model = db.Penalised(net, penalty, strict=True, sweeps=True, flatten_after=1)
+    for i, rows in enumerate((4, 4, 4, 4, 6, 5)):
+        net.factor = 1.0 + 0.1 * i
+        args = *images(rows), *images(rows)
+        extra = arguments(args[0])
+        torch.manual_seed(i)
+        swept = ours(model, args, extra)
+        torch.manual_seed(i)
+        for a, b in zip(swept, stock(net, args, extra, penalty, per_example), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)

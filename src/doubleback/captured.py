@@ -408,7 +408,9 @@ class CapturedModule(nn.Module):
         if self.debug or site.asked or once or not site.open.symbols:
             replay = self._replay(site) if flat and not once else Replay(False, None)
             return make(plan.at(site.graph), replay)
-        size = site.numbers if exact else tuple([n.bit_length() for n in site.numbers])
+        size = site.numbers
+        if not exact:  # an open number may be an attribute of the network's, and no size
+            size = tuple([n.bit_length() for n in size if isinstance(n, int)])
         here = lambda: make(plan.at(site.graph), Replay(self.compile_mode, None))  # noqa: E731
         family = self._family(site, key, here, phased=flat)
         program = family.programs.get(size)

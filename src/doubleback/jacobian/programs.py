@@ -24,7 +24,7 @@ from torch import Tensor
 from .. import sweeps
 from ..dtypes import accumulation, lifted
 from ..errors import MemoryWarning
-from ..graph import Graph
+from ..graph import Graph, Node
 from ..plan import Plan, Stretch, make_plan
 from ..rules import add
 from ..run import First, FlattenedProgram, FourSweeps, Replay
@@ -59,6 +59,10 @@ class Phases(FourSweeps, ABC):
     @property
     def for_one_call(self) -> bool:
         return self.replay.for_one_call
+
+    @property
+    def prelude(self) -> Sequence[Node]:
+        return self.replay.prelude(self.plan)
 
     def to_price(self, replay: Replay) -> Phases:
         return replace(self, debug=False, replay=replay)
@@ -110,7 +114,7 @@ class Phases(FourSweeps, ABC):
 
     @property
     def stretches(self) -> Sequence[Stretch]:
-        return self.plan.whole if self.replay.compiler else self.plan.stretches
+        return self.plan.whole if isinstance(self.replay.compiler, str) else self.plan.stretches
 
     def _last(
         self, state: Any, extra: Sequence[Any], grad_outputs: Mapping[int, Tensor | None],

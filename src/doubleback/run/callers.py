@@ -19,6 +19,7 @@ from torch import Tensor
 from .. import sweeps
 from .._torch import pytree
 from ..errors import InputError, StaleGraphError
+from ..graph import Node
 from ..plan import Stretch
 from .flattening import Replay
 from .program import First, FlattenedProgram, FourSweeps, GradientProgram, Step, join
@@ -58,6 +59,10 @@ class CallersProgram(FourSweeps):
     def for_one_call(self) -> bool:
         return self.replay.for_one_call
 
+    @property
+    def prelude(self) -> Sequence[Node]:
+        return self.replay.prelude(self.plan)
+
     def to_price(self, replay: Replay) -> FlattenedProgram:
         return FlattenedProgram(FourSweeps(self.plan, self.penalty, asked=self.asked), replay)
 
@@ -81,7 +86,9 @@ class CallersProgram(FourSweeps):
         xi, held = self._backward(leaves, values, saved, v.detach(), keep)
         with torch.enable_grad():
             xi = [u.detach().requires_grad_() for u in xi]
-            per_example = self.penalty.value(xi, *given)
+            per_example = self.penalty.at(out, *given).value(xi, *given)
+        own = [t for t in pytree.tree_leaves(tuple(given)) if isinstance(t, Tensor)]
+        refuse_others("p", per_example, *xi, out, *own)
         state = Called(values, saved, held, out, v, xi, per_example, given)
         return per_example.detach(), state
 
@@ -129,7 +136,7 @@ class CallersProgram(FourSweeps):
 
     @property
     def stretches(self) -> Sequence[Stretch]:
-        return self.plan.whole if self.replay.compiler else self.plan.stretches
+        return self.plan.whole if isinstance(self.replay.compiler, str) else self.plan.stretches
 
     def _last(
         self, state: Called, extra: Sequence[Any], grad_outputs: Mapping[int, Tensor | None],
@@ -141,8 +148,10 @@ class CallersProgram(FourSweeps):
         if grad_values is not None:
             parts = pytree.tree_leaves(tuple(state.given))
             asked = [parts[i] for i in self.asked]
-            q, own = self._starts(state, grad_values, asked, keep)
+            (*q, seen), own = self._starts(state, grad_values, asked, keep)
             h, gamma = self._tangent(state, q, keep)
+            if plan.target in plan.trained:
+                join(gamma, plan.target, seen)
             if h is not None and state.v.requires_grad:
                 (head,), more = _pulled(state.v, [state.out], asked, h, keep)
                 own = [a if b is None else b if a is None else a + b
@@ -157,8 +166,9 @@ class CallersProgram(FourSweeps):
     def _starts(
         self, state: Called, along: Any, asked: Sequence[Tensor], keep: bool
     ) -> tuple[Sequence[Tensor | None], list[Tensor | None]]:
-        """(q₀ at each penalised input, the gradients by p of what is asked)."""
-        return _pulled(state.per_example, state.xi, asked, along, keep)
+        """(q₀ at each penalised input, and the gradient by p of the output; that of what is
+        asked)."""
+        return _pulled(state.per_example, [*state.xi, state.out], asked, along, keep)
 
     def _tangent(
         self, state: Called, q: Sequence[Tensor | None], keep: bool
@@ -241,10 +251,11 @@ class CallersGradient(CallersProgram, GradientProgram):
         self, state: Called, along: Any, asked: Sequence[Tensor], keep: bool
     ) -> tuple[Sequence[Tensor | None], list[Tensor | None]]:
         metas = [self.plan.graph.values[v] for v in self.plan.penalised]
-        return [
-            None if q is None else q.to(meta.dtype)  # type: ignore[union-attr]
-            for q, meta in zip(along, metas, strict=True)
-        ], []
+        q = [
+            None if u is None else u.to(meta.dtype)  # type: ignore[union-attr]
+            for u, meta in zip(along, metas, strict=True)
+        ]
+        return [*q, None], []
 
 
 def _gradient(losses: Any, out: Tensor) -> Tensor:

@@ -285,6 +285,10 @@ class Replay:
         self.calls += 1
         return self.ready
 
+    def prelude(self, plan: Plan) -> Sequence[Node]:
+        """What runs before the sweeps of this call."""
+        return plan.prelude
+
     @property
     def ready(self) -> bool:
         return self.after is not None and self.calls > self.after
@@ -588,6 +592,9 @@ class OpenReplay(Replay):
     @property
     def ready(self) -> bool:
         return self.variant is not None
+
+    def prelude(self, plan: Plan) -> Sequence[Node]:
+        return self.family.prelude_at(self.numbers)
 
     def here(self, program: Any) -> Any:
         if self._here is None:
