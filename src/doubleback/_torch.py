@@ -249,6 +249,10 @@ NAMES: dict[str, tuple[str, str]] = {
         "torch._inductor.dependencies:WeakDep",
         "that a kernel which writes waits for the readers of the old values",
     ),
+    "inplaceable_ops": (
+        "torch._inductor.fx_passes.reinplace:inplaceable_ops",
+        "where Inductor writes into a tensor in the place of a copy",
+    ),
     "InductorChoices": (
         "torch._inductor.choices:InductorChoices",
         "kernels that stand far apart are not fused",

@@ -36,6 +36,7 @@ from .penalties import (
 )
 from .plan import Plan
 from .run import (
+    CallersGradient,
     GradientProgram,
     GraphedProgram,
     GraphedStep,
@@ -846,7 +847,8 @@ class WithGradient(CapturedModule):
 
         def make(plan: Plan, key: tuple) -> Any:
             if fingerprint is None:  # a v of the caller's, called as it is every time
-                return bare(plan.at(site.graph))
+                own = lambda plan, replay: CallersGradient(plan, seed, self.debug, replay=replay)  # noqa: E731
+                return self._phased(site, plan, own, key, flat=True, exact=False)
             return self._swept(site, plan, bare, key)
 
         key = (seed, fingerprint)
