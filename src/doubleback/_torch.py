@@ -377,7 +377,7 @@ ATTRIBUTES: tuple[tuple[str, str, str], ...] = (
     ("torch.library:Library", "_destroy", "takes a patch back"),
     ("torch.nn:Module", "_compiled_call_impl", "whether `module.compile()` was called"),
     ("torch.autograd.function:BackwardCFunction", "_set_sequence_nr", "runs when others have run"),
-    ("torch.autograd.graph", "_engine_run_backward", "sees the first create_graph=True"),
+    ("torch.autograd.graph", "_engine_run_backward", "sees create_graph=True; saves time"),
     ("torch.autograd", "_engine_run_backward", "the same function, under its other name"),
     ("torch.autograd.forward_ad", "_current_level", "whether forward mode is on"),
     ("torch.autograd.forward_ad", "_set_fwd_grad_enabled", "keeps it on below our own node"),

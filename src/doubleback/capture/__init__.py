@@ -9,7 +9,7 @@ from .arguments import (
     requires_grad,
     take_apart,
 )
-from .dynamo import Surroundings, capture_of, find_graph, forget, global_hooks, trackers_off
+from .dynamo import Surroundings, capture_of, find_graph, forget, hooked, trackers_off
 from .lifting import mark, stop_gradient
 
 __all__ = [
@@ -20,7 +20,7 @@ __all__ = [
     "choose_output",
     "find_graph",
     "forget",
-    "global_hooks",
+    "hooked",
     "mark",
     "only_one",
     "plain",
