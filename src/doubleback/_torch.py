@@ -379,6 +379,7 @@ ATTRIBUTES: tuple[tuple[str, str, str], ...] = (
     ("torch.autograd.function:BackwardCFunction", "_set_sequence_nr", "runs when others have run"),
     ("torch.autograd.graph", "_engine_run_backward", "sees create_graph=True; saves time"),
     ("torch.autograd", "_engine_run_backward", "the same function, under its other name"),
+    ("torch.autograd:Variable", "_execution_engine", "calls back after a pass, to remove a kernel"),
     ("torch.autograd.forward_ad", "_current_level", "whether forward mode is on"),
     ("torch.autograd.forward_ad", "_set_fwd_grad_enabled", "keeps it on below our own node"),
     ("torch.fx:Node", "_erased", "a node that a pass over the graph has removed"),
