@@ -133,11 +133,6 @@ def test_labels_of_any_integer_dtype_run_either_way(dtype):
     assert all(torch.allclose(penalty, seen[0], rtol=1e-12) for penalty in seen)
 
 
-def test_penalties_of_many_seeds_keep_their_plans():
-    model = db.Penalised(mlp(), db.Jacobian())
-    assert all(by_sweeps(model(torch.randn(5, 6))[1]) for _ in range(3))
-
-
 def test_counting_operations_counts_sweeps():
     model = db.Penalised(mlp(), db.LossGradient("cross_entropy"))
     x, y = torch.randn(5, 6), labels((5,))
@@ -448,3 +443,35 @@ def test_the_short_way_refuses_an_input_that_is_not_used():
     net.on = False
     with pytest.raises(db.InputError, match="does not depend on"):
         model(x, labels(x.shape))
+
+
+@pytest.mark.parametrize("penalty", [db.Jacobian(), db.Jacobian("softmax")], ids=repr)
+def test_few_outputs_of_a_small_network_are_pulled_one_by_one(penalty, flattened):
+    """At sizes that change: no flat graph is made for calls that go to autograd from then on."""
+    torch.manual_seed(0)
+    net = mlp().double()
+    free, held = db.Penalised(net, penalty), db.Penalised(net, penalty, sweeps=True)
+    kinds = []
+    for rows in (5, 6, 7, 4, 12, 9, 15):
+        results = []
+        x = torch.randn(rows, 6).double()
+        for model in (free, held):
+            net.zero_grad()
+            out, value = model(x)
+            (out.square().mean() + 0.3 * value).backward()
+            results.append([out, value, *[p.grad.clone() for p in net.parameters()]])
+            del flattened[: 99 if model is held else 0]
+        for ours, theirs in zip(*results, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-13)
+        kinds.append(by_sweeps(results[0][1]))
+        assert by_sweeps(results[1][1]) and not flattened
+    assert kinds == [True, *[False] * 3, True, False, False]  # once for each of about one size
+
+
+def test_many_outputs_stay_with_the_sweeps():
+    model = db.Penalised(
+        nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 40)), db.Jacobian()
+    )
+    assert all(by_sweeps(model(torch.randn(5, 6))[1]) for _ in range(3))
+    told = db.Penalised(mlp(), db.Jacobian(chunk=2))
+    assert all(by_sweeps(told(torch.randn(5, 6))[1]) for _ in range(3))

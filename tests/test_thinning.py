@@ -245,3 +245,134 @@ def test_labels_are_checked_in_every_call():
     thin.accumulate(X, Y)
     with pytest.raises(db.InputError):
         thin.accumulate(X, Y[:3])
+
+
+# -------------------------------------------- what all examples share, and is as long as the batch
+
+
+def weighted():
+    """v = w⟨y⟩ e⟨y⟩: the class of each example, by the weight of the class."""
+    return lambda out, y, w: F.one_hot(y, 6).to(out.dtype) * w[y][:, None]
+
+
+def six():
+    torch.manual_seed(2)
+    return nn.Sequential(nn.Linear(4, 7), nn.Tanh(), nn.Linear(7, 6)).double()
+
+
+Y6 = torch.tensor([0, 1, 0, 1, 1, 0])
+W6 = torch.tensor([1.0, 2.0, 3.0, 5.0, 8.0, 13.0], dtype=D)
+
+
+@pytest.mark.parametrize("ones", [False, True])
+def test_an_extra_that_all_examples_share_is_not_cut_unsaid(ones):
+    """Class weights of six classes and a batch of six; at first they may all be the same."""
+    own = torch.Generator().manual_seed(0)
+    penalty = db.Custom(weighted(), extras=2)
+    thin = db.Penalised(six(), penalty, fraction=0.5, generator=own)
+    if ones:
+        thin(X, Y6, torch.ones_like(W6))
+        thin(X, Y6, torch.ones_like(W6))
+        thin(X, Y6, torch.ones_like(W6))
+    with pytest.raises(db.InputError, match="shared="):
+        for _ in range(4):
+            thin(X, Y6, W6)
+
+
+def test_what_is_said_to_be_shared_stays_whole(monkeypatch):
+    penalty = db.Custom(weighted(), extras=2)
+    whole = db.Penalised(six(), penalty)
+    thin = db.Penalised(six(), penalty, fraction=0.34, shared=2)
+    monkeypatch.setattr(torch, "randperm", Fixed(2))
+    run = lambda model: torch.add(*(t.sum() for t in model(X, Y6, W6))).backward()  # noqa: E731
+    found = [gradients(thin, run) for _ in range(15)]
+    torch.testing.assert_close(mean(found), gradients(whole, run), rtol=1e-10, atol=1e-12)
+
+
+def test_a_shared_argument_of_the_network_by_name_and_by_keyword():
+    class Scaled(nn.Module):
+        def forward(self, x, scale):
+            return (x * scale).sum(1, keepdim=True)
+
+    scale = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=D)
+    expected = (X[:4] * scale).sum(1, keepdim=True)
+    thin = db.Penalised(Scaled(), db.OutputGradient(0), fraction=0.5, shared=["scale"])
+    torch.testing.assert_close(thin(X[:4], scale)[0], expected)
+    torch.testing.assert_close(thin(X[:4], scale=scale)[0], expected)
+    for wrong in ("scales", 7):
+        with pytest.raises(db.InputError, match=f"shared={wrong!r}"):
+            db.Penalised(Scaled(), db.OutputGradient(0), fraction=0.5, shared=wrong)(X[:4], scale)
+
+
+@pytest.mark.parametrize("kind", ["loss", "norm"])
+def test_a_caller_s_loss_or_norm_of_the_whole_batch_is_refused(kind):
+    if kind == "loss":  # labels with a part that all examples share
+        loss = lambda out, y: F.cross_entropy(out, y[0], reduction="none") * y[1][y[0]]  # noqa: E731
+        thin = db.Penalised(six(), db.LossGradient(loss), fraction=0.5)
+        arguments = (X, (Y6, W6))
+    else:
+        norm = lambda g: (g - g.mean(0)).square().sum(1)  # noqa: E731
+        thin = db.Penalised(six(), db.OutputGradient(0, norm=norm), fraction=0.5)
+        arguments = (X,)
+    with pytest.raises(db.InputError, match="use every"):
+        for _ in range(4):
+            thin(*arguments)
+
+
+class Whitened(nn.Module):
+    """A batch norm of one's own: of the batch in training alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(4, dtype=D))
+
+    def forward(self, x):
+        if not self.training:
+            return x - self.mean
+        with torch.no_grad():
+            self.mean.lerp_(x.mean(0), 0.1)
+        return x - x.mean(0)
+
+
+def test_dependence_in_training_mode_alone_is_refused():
+    net = nn.Sequential(Whitened(), network())
+    with pytest.raises(db.InputError, match="use every"):
+        db.Penalised(net, penalty_of(), fraction=0.5)(X, Y)
+    assert not net[0].mean.any()  # the trial is undone
+
+
+def test_dependence_that_shows_in_training_only_later_is_refused():
+    """The last layer starts at zero, where every row of the output is the same."""
+    net = nn.Sequential(Centred(), network())
+    nn.init.zeros_(net[1][2].weight)
+    thin = db.Penalised(net, db.LossGradient("mse"), fraction=0.5)
+    target = torch.randn(6, 3, dtype=D, generator=torch.Generator().manual_seed(0))
+    optimiser = torch.optim.SGD(net.parameters(), lr=0.1)
+    with pytest.raises(db.InputError, match="use every"):
+        for _ in range(4):
+            optimiser.zero_grad()
+            thin.accumulate(X, target, weight=0.1)
+            optimiser.step()
+
+
+def test_draws_in_training_are_no_dependence():
+    """Dropout, and a v of random signs: alike where they are drawn alike."""
+    net = nn.Sequential(network(), nn.Dropout(0.5))
+    v = lambda out, w: torch.randint_like(out, 2).mul(2).sub(1) * w  # noqa: E731
+    thin = db.Penalised(net, db.Custom(v, extras=1), fraction=0.5)
+    for _ in range(3):
+        thin(X, torch.rand(6, 1, dtype=D))[1].backward()
+
+
+def test_an_output_with_a_row_for_each_example_by_chance():
+    class Book(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net, self.book = network(), nn.Parameter(torch.randn(6, 2, dtype=D))
+
+        def forward(self, x):
+            return self.net(x), self.book
+
+    thin = db.Penalised(Book(), db.Jacobian(), output=0, fraction=0.5)
+    with pytest.raises(db.InputError, match="a row of every output"):
+        thin(X)

@@ -282,6 +282,28 @@ def test_several_rows_on_autograd_and_without_gradients(kind, options):
         same([rows], [expected])
 
 
+def test_several_penalties_on_one_forward_pass():
+    """R1 of one entry, and the classical penalty weighted by what the output says."""
+    net, x = dense(), torch.randn(5, 4, dtype=torch.float64)
+    y = torch.tensor([0, 1, 2, 0, 1])
+
+    def slopes(out):
+        return out.softmax(1) - nn.functional.one_hot(y, 3)
+
+    def loss(out, rows):
+        sure = out.softmax(1).amax(1)
+        return rows[0].square().sum() + (sure * rows[1].square().sum(1)).mean() + out.sum()
+
+    model = db.WithGradient(net, v=[0, slopes], sweeps=True, strict=True)
+    with db.count_operations() as operations:
+        out, rows = model(x)
+    assert operations.forward == sum(isinstance(part, nn.Linear) for part in net.modules())
+    found = torch.autograd.grad(loss(out, rows), list(net.parameters()))
+    seeds = lambda out: torch.stack([entries(0)(out)[0], slopes(out)])  # noqa: E731
+    truth = loss(*rows_of(net, x.clone().requires_grad_(), seeds))
+    same(found, torch.autograd.grad(truth, list(net.parameters())))
+
+
 def entries_of(count, out):
     return torch.eye(count).to(out)[:, None].expand(count, *out.shape)
 

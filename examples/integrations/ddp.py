@@ -3,6 +3,8 @@
 DDP goes around `Penalised`, and gradients are averaged as for any module.
 """
 
+import time
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -34,4 +36,5 @@ if __name__ == "__main__":
     net = main()
     total = sum(p.detach().double().sum() for p in net.parameters())
     print(f"rank {dist.get_rank()}: weights add up to {total:.12f}")
+    time.sleep(0.2)  # gloo's threads let go of the last step; at exit they would abort the process
     dist.destroy_process_group()

@@ -4,6 +4,8 @@
 after its backward gradients are reduced.
 """
 
+import time
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -37,4 +39,5 @@ if __name__ == "__main__":
     net = main()
     total = sum(p.full_tensor().detach().double().sum() for p in net.parameters())
     print(f"rank {dist.get_rank()}: weights add up to {total:.12f}")
+    time.sleep(0.2)  # gloo's threads let go of the last step; at exit they would abort the process
     dist.destroy_process_group()

@@ -37,6 +37,7 @@ from .run import (
     Family,
     FlattenedProgram,
     OpenProgram,
+    OpenReplay,
     Replay,
     no_autocast,
     read_state,
@@ -51,7 +52,8 @@ class Site:
 
     open: the graph, whose sizes may be open; numbers: those of its symbols in this call; inputs:
     the tensors it starts from; outputs, shape: its outputs and the target's shape at these numbers;
-    key: which graph, at which sizes, with which inputs penalised.
+    key: which graph, at which sizes, with which inputs penalised; asked: with open sizes,
+    if it is only asked about and will not run.
     """
 
     call: Arguments
@@ -62,6 +64,7 @@ class Site:
     outputs: tuple
     shape: tuple[int, ...]
     key: tuple
+    asked: bool = False
 
     @property
     def target(self) -> int:
@@ -260,12 +263,12 @@ class CapturedModule(nn.Module):
             self.compile_mode or self.strict or self.debug or self.flatten_after is None
             or self._partly_compiled or not CHOOSE
         )  # fmt: skip
-        return not particular and self._one_seed
+        return not particular and self._leavable
 
     @property
     @abstractmethod
-    def _one_seed(self) -> bool:
-        """Whether autograd takes as many products as the sweeps."""
+    def _leavable(self) -> bool:
+        """Whether autograd can do what the sweeps are to do."""
 
     @cached_property
     def _partly_compiled(self) -> bool:
@@ -294,7 +297,16 @@ class CapturedModule(nn.Module):
     def _choose(self, site: Site) -> None:
         size = self._size(site.call)
         if size not in self._choices and self._free_to_choose():
-            remember(self._choices, size, choose(site.graph))
+            remember(self._choices, size, choose(site.graph, self._pulls(site)))
+
+    def _leaves(self, site: Site) -> bool:
+        """Whether calls of about this size, which changes, go to autograd from the next one on, so
+        that this one is not worth a flat graph."""
+        return bool(site.open.symbols) and self._chosen(site.call) is not None
+
+    def _pulls(self, site: Site) -> int | None:
+        """How many v autograd would pull through the network; None: more than it should."""
+        return 1
 
     # What autograd was chosen for once goes there without being taken apart again: on networks so
     # small the host's work is all there is.
@@ -305,8 +317,12 @@ class CapturedModule(nn.Module):
             remember(self._short, self._shape_of(args), way)
 
     def _shape_of(self, args: tuple) -> tuple:
+        """As `_size`, of arguments that are not taken apart."""
         net: Any = self._modules["net"]
-        return net.training, *[x for t in args for x in (t.shape, t.dtype, t.is_cpu)]
+        key = [net.training]
+        for t in args:
+            key += [t.dtype, t.is_cpu, *[n.bit_length() for n in t.shape]]
+        return tuple(key)
 
     def _short_way(self, args: tuple, kwargs: Mapping[str, Any]) -> Way | None:
         if kwargs or not torch.is_grad_enabled():
@@ -328,7 +344,7 @@ class CapturedModule(nn.Module):
             return "autograd: asked for"
         if not self._free_to_choose():
             return "sweeps: asked for" if self.sweeps else "sweeps"
-        return str(choose(site.graph))
+        return str(choose(site.graph, self._pulls(site)))
 
     def _on_autograd(self, run: Callable[[Way], Any], way: Way) -> Any:
         """The network's call on autograd. Where it could not be captured it is said once why, after
@@ -350,7 +366,10 @@ class CapturedModule(nn.Module):
         with torch.inference_mode(False), torch.enable_grad():
             args, kwargs = call.with_x(call.aliases)
             graph, inputs = find_graph(self.net, self.output, args, kwargs)
-            return self._site(graph, inputs, call)
+            site = self._site(graph, inputs, call)
+            if not graph.symbols:
+                return site
+            return replace(site, asked=True, key=("asked", *site.key))
 
     def _site(self, graph: Graph, inputs: Sequence[Any], call: Arguments) -> Site:
         only_one(graph.targets, self.output)
@@ -403,10 +422,10 @@ class CapturedModule(nn.Module):
         key = (site.key, wanted, varying, *key, how)
         program = self._programs.get(key)
         if program is None:
-            program = make(self._plan(site, wanted, varying), key[1:])
-            if not program.for_one_call:
-                remember(self._programs, key, program)
             self._choose(site)
+            program = make(self._plan(site, wanted, varying), key[1:])
+            if not program.for_one_call and not self._leaves(site):
+                remember(self._programs, key, program)
         if not self.allow_unused:
             self._refuse_unused(site, program.plan)
         return program, state
@@ -430,18 +449,44 @@ class CapturedModule(nn.Module):
     def _swept(self, site: Site, plan: Plan, make: Callable[[Plan], Any], key: tuple) -> Any:
         """The program `make(plan)`, whose sweeps run flat unless one is debugging: by graphs for
         these sizes, or for all sizes where they change."""
-        if self.debug:
+        if self.debug or self._leaves(site):
             return make(plan.at(site.graph))
         if not site.open.symbols:
             return FlattenedProgram(make(plan), self._replay(site))
+        family = self._family(site, key, lambda: make(plan))
+        return OpenProgram(family, site.numbers)
+
+    def _phased(
+        self, site: Site, plan: Plan, make: Callable[[Plan, Replay], Any], key: tuple,
+        flat: bool, exact: bool,
+    ) -> Any:  # fmt: skip
+        """The program `make(plan, replay)` of phases that are flattened one by one, if at all
+        (`flat`). Where sizes change, one is made for all calls of about one size, unless `exact`,
+        and runs at the sizes of each."""
+        once = self._leaves(site)
+        if self.debug or site.asked or once or not site.open.symbols:
+            replay = self._replay(site) if flat and not once else Replay(False, None)
+            return make(plan.at(site.graph), replay)
+        size = site.numbers if exact else tuple([n.bit_length() for n in site.numbers])
+        here = lambda: make(plan.at(site.graph), Replay(self.compile_mode, None))  # noqa: E731
+        family = self._family(site, key, here, phased=flat)
+        program = family.programs.get(size)
+        if program is None:
+            program = here() if family.programs else family.reference
+            remember(family.programs, size, program)
+        return replace(program, replay=OpenReplay(family, site.numbers))
+
+    def _family(
+        self, site: Site, key: tuple, make: Callable[[], Any], phased: bool | None = None
+    ) -> Family:
         key = (id(site.open), site.penalised, *key)
         _, family = self._families.get(key, (None, None))
         if family is None:
-            family = Family(
-                site.open, plan, make, self.compile_mode, self.flatten_after, self.recompute
-            )
+            after = None if phased is False else self.flatten_after
+            compiler = phased is not False and self.compile_mode
+            family = Family(site.open, make(), compiler, after, self.recompute, bool(phased))
             remember(self._families, key, (site.open, family))
-        return OpenProgram(family, site.numbers, lambda: make(plan.at(site.graph)))
+        return family
 
     def _refuse_unused(self, site: Site, plan: Plan) -> None:
         for value, x in zip(site.penalised, site.call.x, strict=True):
@@ -516,6 +561,7 @@ aten = torch.ops.aten
 # all, at a normalisation, and at an activation with curvature, which they take in more steps.
 FLOPS, BYTES = 20_000, 8_000
 HOST, NORM, CURVED = 450.0, 300.0, 40.0
+PULLED, SEEDED = 24.0, 30.0  # of autograd for each v at each node; of sweeps for several v there
 LARGE = 2000.0  # the convolution from which on its weight gradient has the better kernel
 
 # A long step hides the host's work: this share of it may be lost.
@@ -568,11 +614,11 @@ def _time(microseconds: float) -> str:
     return f"{microseconds / 1000:.3g} ms"
 
 
-def choose(graph: Graph) -> Choice:
+def choose(graph: Graph, pulls: int | None = 1) -> Choice:
     """For a network on a CPU; elsewhere kernels run while the host goes on, so that sweeps are
-    never chosen against."""
+    never chosen against. pulls: how many v autograd takes one by one and the sweeps together."""
     metas = [m for m in graph.values if m is not None]
-    if any(m.device.type != "cpu" for m in metas):
+    if pulls is None or any(m.device.type != "cpu" for m in metas):
         return Choice(0.0, 0.0, 0.0, False)
     spared, work, host, attends = 0.0, 0.0, HOST, False
     for node in graph.nodes:
@@ -585,7 +631,9 @@ def choose(graph: Graph) -> Choice:
         spared += saved
         host += more
         attends |= _packet(node) is aten.scaled_dot_product_attention
-    return Choice(spared, host, STEP * work, True, attends)
+        spared += (pulls - 1) * PULLED
+        host += SEEDED if pulls > 1 else 0.0
+    return Choice(spared, host, pulls * STEP * work, True, attends)
 
 
 def _known_twice(node: Node) -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd import graph as autograd_graph
 
 from ._torch import next_node, peek_interpreter_stack, pytree
-from .capture import Arguments, choose_output, requires_grad
+from .capture import Arguments, choose_output, place_of, requires_grad
 from .captured import CapturedModule, Site, Way, as_written, derivatives
 from .errors import InputError, warn
 from .explain import Explanation, explain
@@ -21,6 +21,7 @@ from .graph import Graph
 from .jacobian import price
 from .kernels import compiling
 from .penalties import (
+    Apart,
     Custom,
     Loss,
     LossName,
@@ -97,6 +98,9 @@ class Penalised(CapturedModule):
         (docs/penalties.md). `calls` counts the calls: it is no part of `state_dict`, and may be
         set. In evaluation mode and without gradients every call has its whole penalty.
     generator: draws the rows; None: PyTorch's own.
+    shared: with `fraction`, arguments of the call that all examples share, by position or keyword.
+        Of any other, tensors as long as the batch have a row for each example; it is tried whether
+        that can be.
 
     >>> import torch, doubleback as db
     >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3))
@@ -125,6 +129,7 @@ class Penalised(CapturedModule):
         every: int = 1,
         fraction: float = 1.0,
         generator: torch.Generator | None = None,
+        shared: int | str | Sequence[int | str] = (),
     ) -> None:
         if not isinstance(penalty, Penalty):
             raise InputError(
@@ -137,6 +142,7 @@ class Penalised(CapturedModule):
         self.penalty = penalty
         self.thinning = Thinning(every, fraction, generator)
         self.thinning.check(penalty.reduction)
+        self.shared = (shared,) if isinstance(shared, (int, str)) else tuple(shared)
         self.calls = 0
         self.cuda_graph = cuda_graph
         if cuda_graph and penalty.no_graph is not None:
@@ -156,7 +162,7 @@ class Penalised(CapturedModule):
         self._pairs: dict[Any, Any] = {}  # None: refused
         self._carried: dict[Any, Tensor] = {}  # singular vectors, from call to call
         self._warned_of_graph = False
-        self._apart: set[int] = set()  # batches whose examples do not depend on one another
+        self._apart = Apart()
 
     # ------------------------------------------------------------------------------ calls
 
@@ -165,8 +171,11 @@ class Penalised(CapturedModule):
         return self.penalty.extras
 
     @property
-    def _one_seed(self) -> bool:
-        return self.penalty.one_seed and not self.cuda_graph
+    def _leavable(self) -> bool:
+        return not self.cuda_graph
+
+    def _pulls(self, site: Site) -> int | None:
+        return self.penalty.pulls(site.shape)
 
     def _captures(self, call: Any) -> bool:
         empty = not call.x[0].shape[0]
@@ -194,11 +203,11 @@ class Penalised(CapturedModule):
             penalty = thinning.every * penalty
         else:
             rows = thinning.draw(batch, call.x[0].device)
-            if batch not in self._apart:
-                plain = partial(self._plain, call)
-                refuse_dependent(self.net, plain, (args, kwargs), rows[0], batch)
-                self._apart.add(batch)
-            some, others = (at_rows((args, kwargs), part, batch) for part in rows)
+            given, shared = (args, kwargs), self._shared(args, kwargs)
+            cut = partial(at_rows, given, batch=batch, shared=shared)
+            if self._apart.due(given, shared):
+                refuse_dependent(self.net, self._by_row, given, rows, cut)
+            some, others = map(cut, rows)
             first, penalty = self._whole(*some)
             result = joined((first, self._plain(call, others)), rows)
             penalty = thinning.weight(batch, count, reduction) * penalty
@@ -213,6 +222,20 @@ class Penalised(CapturedModule):
                 f"{', '.join(str(tuple(x.shape)) for x in call.x)}"
             )
         return sizes.pop()  # type: ignore[return-value]
+
+    def _shared(self, args: tuple, kwargs: Mapping[str, Any]) -> set[int | str]:
+        """The arguments of a call that all examples share, by position or keyword."""
+        places = {key: place_of(self.net, key, args, kwargs) for key in self.shared}
+        for key, place in places.items():
+            if place is None:
+                raise InputError(f"shared={key!r} names no argument of this call")
+        return set(places.values())  # type: ignore[arg-type]
+
+    def _by_row(self, given: tuple) -> tuple[Any, list[Tensor]]:
+        """The network's result, and what a caller's penalty makes of it."""
+        call = self._call(*given)
+        result = self._plain(call, given)
+        return result, self.penalty.by_row(choose_output(result, self.output), call.x, *call.extra)
 
     def _plain(self, call: Arguments, given: tuple) -> Any:
         """The network by itself, on arguments like those of a call."""
@@ -513,8 +536,9 @@ class Penalised(CapturedModule):
 
         def make(plan: Plan, key: tuple) -> Any:
             request = Request(
-                lambda: plan.at(site.graph), asked, self.debug, self._replay(site), self._carried,
-                known, lambda make: self._swept(site, plan, make, key),
+                lambda: plan.at(site.graph), asked, self.debug, self._carried, known,
+                lambda make: self._swept(site, plan, make, key),
+                lambda make, flat, exact: self._phased(site, plan, make, key, flat, exact),
             )  # fmt: skip
             return self.penalty.program(request)
 
@@ -589,7 +613,7 @@ def quick_penalty(
         return None, penalty.reduce(_values(out, leaves, penalty, extra, graph, unused, seeds))
     end = out if summed is None else summed
     xi = quick_pulled(end, leaves, v, graph, unused)
-    return summed, penalty.quick_value(xi, *extra)
+    return summed, penalty.at(out, *extra).quick_value(xi, *extra)
 
 
 def quick_pulled(
@@ -628,7 +652,8 @@ def _values(
     total = penalty.oracle_values(out, pull, *extra)
     if total is None:
         for v in seeds(out, leaves, *extra) if out.requires_grad else [None]:
-            value = penalty.value(pulled(out, leaves, v, graph, unused), *extra)
+            xi = pulled(out, leaves, v, graph, unused)
+            value = penalty.at(out, *extra).value(xi, *extra)
             total = value if total is None else total + value
     assert total is not None
     return total
@@ -784,7 +809,7 @@ class WithGradient(CapturedModule):
         return 0
 
     @property
-    def _one_seed(self) -> bool:
+    def _leavable(self) -> bool:
         """Autograd takes several rows one after another, the sweeps together."""
         return not isinstance(self._seed, _SeveralSeeds)
 

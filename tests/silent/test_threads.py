@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch._dynamo import config
 from torch.fx._symbolic_trace import is_fx_tracing
 
 import doubleback as db
@@ -134,3 +135,38 @@ def test_a_model_per_thread(how):
         found = dict(model.net.named_parameters())
         for name, t in twin.named_parameters():
             assert_close(found[name].grad, t.grad, name)
+
+
+def dynamo_settings() -> dict:
+    """All of them that are plain, as this thread sees them."""
+    held = config.get_config_copy()
+    return {name: v for name, v in held.items() if type(v) in (bool, int, float, str)}
+
+
+def test_settings_of_pytorch_are_left_as_they_were():
+    """Of two calls the one that came first leaves first; what runs in them sees the caller's."""
+    before = dynamo_settings()
+    seen: list = []
+    one, both, left = threading.Event(), threading.Event(), threading.Event()
+
+    def first(out):
+        seen.append(dynamo_settings())
+        one.set()
+        assert both.wait(60)
+        return out
+
+    def second(out):
+        seen.append(dynamo_settings())
+        both.set()
+        assert left.wait(60)
+        return out
+
+    def call(v, start, end):
+        model = db.Penalised(network(), db.Custom(v), sweeps=True, strict=True)
+        assert start is None or start.wait(60)
+        with torch.no_grad():
+            model(torch.randn(4, 5))
+        end.set()
+
+    together(partial(call, first, None, left), partial(call, second, one, threading.Event()))
+    assert seen == [before, before] and dynamo_settings() == before

@@ -5,11 +5,12 @@ from .arguments import (
     accept_plain_keys,
     choose_output,
     only_one,
+    place_of,
     plain,
     requires_grad,
     take_apart,
 )
-from .dynamo import Surroundings, capture_of, find_graph, forget, hooked, trackers_off
+from .dynamo import Surroundings, capture_of, find_graph, forget, hooked, trackers_off, turn
 from .lifting import mark, stop_gradient
 
 __all__ = [
@@ -23,9 +24,11 @@ __all__ = [
     "hooked",
     "mark",
     "only_one",
+    "place_of",
     "plain",
     "requires_grad",
     "stop_gradient",
     "take_apart",
     "trackers_off",
+    "turn",
 ]

@@ -154,14 +154,9 @@ class _Places:
     def _names(self, key: Any) -> bool:
         return (
             key in self.kwargs
-            or key in self._parameters
+            or key in _names(self.net)
             or (isinstance(key, int) and key < len(self.own))
         )
-
-    @property
-    def _parameters(self) -> list[str]:
-        forward = self.net.forward
-        return _parameters(getattr(forward, "__func__", forward), hasattr(forward, "__func__"))
 
     def _one(self, path: Path) -> list[int]:
         keys = path if isinstance(path, tuple) else (path,)
@@ -178,7 +173,7 @@ class _Places:
         """An argument of the network by position, by keyword or by its parameter's name."""
         if isinstance(key, int) and key < 0:
             raise InputError("wrt counts arguments from 0")
-        names = self._parameters
+        names = _names(self.net)
         if isinstance(key, str) and key not in kwargs and key in names:
             key = names.index(key)
         if isinstance(key, int) and key < len(own):
@@ -197,6 +192,20 @@ class _Places:
             f"{_nearest(key, [*names, *kwargs])}"
             + (f" (the last {self.extras} positional ones are the penalty's)" * bool(self.extras))
         )
+
+
+def place_of(net: nn.Module, key: int | str, args: tuple, kwargs: Mapping[str, Any]) -> Any:
+    """The position or keyword of the argument that `key` names, by either or by its parameter's
+    name; None where there is none of that name."""
+    if isinstance(key, int):
+        return key if 0 <= key < len(args) else None
+    names = _names(net)
+    return key if key in kwargs else names.index(key) if key in names else None
+
+
+def _names(net: nn.Module) -> list[str]:
+    forward = net.forward
+    return _parameters(getattr(forward, "__func__", forward), hasattr(forward, "__func__"))
 
 
 @lru_cache

@@ -28,7 +28,7 @@ import traceback
 import warnings
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from time import monotonic
 from types import FunctionType, ModuleType
 from typing import Any, ClassVar
@@ -113,21 +113,21 @@ class Capture:
         return result
 
     def _with_settings(self, net: nn.Module, box: _Box, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Under Dynamo's settings as a capture needs them. They are the process's own, and set at
-        every call: they are put back also where Ctrl-C arrives as they are set or put back."""
-        before: dict[str, Any] = {}
-        try:
-            for name, value in _SETTINGS.items():
-                before[name] = getattr(_torch.dynamo_config, name)
-                setattr(_torch.dynamo_config, name, value)
-            with _modes_off(box), trackers_off():
-                return self._enter(net, box, args, kwargs)
-        finally:
+        """Under Dynamo's settings as a capture needs them, until a graph is found. They are put
+        back also where Ctrl-C arrives as they are set or put back."""
+        with turn:
             try:
-                _put_back(before)
-            except BaseException:
-                _put_back(before)
-                raise
+                for name, value in _SETTINGS.items():
+                    box.before[name] = getattr(_torch.dynamo_config, name)
+                    setattr(_torch.dynamo_config, name, value)
+                with _modes_off(box), trackers_off():
+                    return self._enter(net, box, args, kwargs)
+            finally:
+                try:
+                    box.put_back()
+                except BaseException:
+                    box.put_back()
+                    raise
 
     def _enter(self, net: nn.Module, box: _Box, args: tuple, kwargs: dict[str, Any]) -> Any:
         _Quiet.install()
@@ -205,24 +205,45 @@ _SETTINGS = {
 }
 
 
-def _put_back(before: Mapping[str, Any]) -> None:
-    for name, value in before.items():
-        setattr(_torch.dynamo_config, name, value)
+# Before 2.13 Dynamo's settings are those of all threads, and one at a time may change them.
+turn: Any = threading.RLock() if _torch.before(2, 13) else nullcontext()
+
+
+@contextmanager
+def _others_turn() -> Iterator[None]:
+    """In the midst of one's own."""
+    if isinstance(turn, nullcontext):
+        yield
+        return
+    turn.release()
+    try:
+        yield
+    finally:
+        turn.acquire()
 
 
 class _Box:
-    """What runs in the place of the graph, and the error that it raised itself."""
+    """What runs in the place of the graph, under Dynamo's settings as they were `before`, and the
+    error that it raised itself."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
+        self.before: dict[str, Any] = {}
         self.error: BaseException | None = None
         self.modes: Sequence[Any] = ()
 
+    def put_back(self) -> None:
+        for name in list(self.before):
+            setattr(_torch.dynamo_config, name, self.before[name])
+            del self.before[name]
+
     def __call__(self, graph: Graph, inputs: Sequence[Any]) -> Sequence[Any]:
+        self.put_back()
         for mode in self.modes:
             _torch.push_mode(mode)
         try:
-            return self.run(graph, inputs)
+            with _others_turn():
+                return self.run(graph, inputs)
         except BaseException as error:
             self.error = error
             raise

@@ -31,6 +31,7 @@ import re
 import shutil
 import signal
 import sys
+import time
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, asdict, dataclass, fields
@@ -600,6 +601,9 @@ def run(arguments: argparse.Namespace) -> int:
     finally:
         if dist.is_available() and dist.is_initialized():
             gc.collect()  # a wrapped model that is still there would keep the group's threads alive
+            # Gloo's threads hold what backward handed them until they next run, and one that drops
+            # it while Python is ending aborts the process (stock PyTorch's too).
+            time.sleep(0.2)
             dist.destroy_process_group()
 
 

@@ -35,7 +35,7 @@ from .._torch import (
     peek_interpreter_stack,
     pytree,
 )
-from ..capture import Surroundings, forget, plain
+from ..capture import Surroundings, forget, plain, turn
 from ..errors import (
     CaptureError,
     InputError,
@@ -189,7 +189,7 @@ class Compiled:
         stack.append(call)
         failure, returned, handled = None, (None, None), sys.exception()
         try:
-            with _turn, _torch.dynamo_config.patch(_settings(self._constants)):
+            with turn, _torch.dynamo_config.patch(_settings(self._constants)):
                 returned = self._function((*args, *kwargs.values()))(
                     self.fn, call.args, call.kwargs, _TOOLS
                 )  # fmt: skip
@@ -596,8 +596,6 @@ class _LossCall:
 
 _local = threading.local()
 _count = itertools.count()
-# before 2.13 Dynamo's settings are those of all threads, and not safe to capture in two at a time
-_turn: Any = threading.RLock() if _torch.before(2, 13) else nullcontext()
 
 
 def _calls() -> list[_LossCall]:

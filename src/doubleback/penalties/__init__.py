@@ -13,6 +13,7 @@ from .losses import (
 )
 from .many_seeds import Directions, Jacobian, JacobianMatch, LogDet, SpectralNorm
 from .one_seed import (
+    Apart,
     BilinearForm,
     Custom,
     GradientMatch,
@@ -27,6 +28,7 @@ from .one_seed import (
 )
 
 __all__ = [
+    "Apart",
     "BilinearForm",
     "BinaryCrossEntropy",
     "CrossEntropy",

@@ -208,6 +208,11 @@ class Deviation:
 
     def __post_init__(self) -> None:
         _check_space(self)
+        if isinstance(self.target, Tensor) and self.target.requires_grad:
+            raise InputError(
+                "Deviation holds its target constant, but it requires grad: detach it, or pass it "
+                "to Custom(v, p, extras=1, sees_output=True) as an extra"
+            )
 
     def value(self, xi: Sequence[Tensor]) -> Tensor:
         return self.of_length(safe_sqrt(dual_square(self.space, xi)[0]))

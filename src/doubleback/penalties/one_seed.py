@@ -7,6 +7,7 @@ Each penalty is a small record with
     seed(out, *e)      v, shaped like `out`
     head(out, h, *e)   (∂v/∂out)* h, where v varies
     measure(ξ, *e)     p per example, and q₀ = ∇p
+    at(out, *e)        the same where p sees the output too
     pull(…, *e)        the gradient of e itself, where it is asked for
     check(out, x, *e)  raises before anything runs on a wrong argument
     fingerprint()      a key of its numbers, None where a caller's code is part of it
@@ -18,9 +19,11 @@ average.
 
 from __future__ import annotations
 
+import copy
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,10 +35,11 @@ from .._torch import BatchNorm, TorchDispatchMode, pytree
 from ..dtypes import HALF, accumulation, is_half, lifted
 from ..errors import InputError
 from ..graph import draws
-from ..run import CallersProgram, FourSweeps, Request, refuse_others
+from ..run import CallersProgram, FourSweeps, Request, refuse_others, remember
 from ..spaces import Euclidean, per_example
 from .losses import (
     PER_EXAMPLE,
+    Callback,
     Deviation,
     Loss,
     LossName,
@@ -99,15 +103,22 @@ class Penalty(ABC):
         """The four sweeps with this penalty: all of them flat where no code of a caller's is part
         of them, else flat around it."""
         if self.fingerprint() is None or not request.known:
-            return CallersProgram(
-                request.plan(), self, request.debug, asked=request.asked, replay=request.replay
-            )
+            return request.phased(
+                lambda plan, replay: CallersProgram(
+                    plan, self, request.debug, asked=request.asked, replay=replay
+                ),
+                True, False,
+            )  # fmt: skip
         return request.whole(
             lambda plan: FourSweeps(plan, self, request.debug, asked=request.asked)
         )
 
     def afresh(self) -> Penalty:
         """The same penalty, which goes on from nothing that an earlier call left."""
+        return self
+
+    def at(self, out: Tensor | None, *extra: Any) -> Penalty:
+        """The penalty whose p knows this output and these extras; itself where p sees ξ alone."""
         return self
 
     @abstractmethod
@@ -207,6 +218,16 @@ class Penalty(ABC):
         of penalties whose ∂v/∂out is `symmetric`, so that the head, its adjoint, gives it."""
         yield self.seed(out, *extra), self.head(out, tangent, *extra) if self.varying else None
 
+    def by_row(self, out: Tensor, x: Sequence[Tensor], *extra: Any) -> list[Tensor]:
+        """What a caller's code makes of each row: v, and p at ξ = x; nothing where none runs."""
+        if self.fingerprint() is not None:
+            return []
+        with torch.enable_grad():
+            leaf = out.detach().requires_grad_()
+            seeds = [self.oracle_seed(leaf, *extra)] if self.one_seed else []
+            found = (*seeds, self.value([t.detach() for t in x], *extra))
+        return [t.detach() for t in found]
+
     def seed_degree(self, degree: int) -> int | None:
         """The degree of v as a polynomial in whatever the output is one of degree `degree` in; None
         where v is none, or it is not known."""
@@ -219,10 +240,15 @@ class Penalty(ABC):
         None where it is not known what they have to be. classes: how many labels tell apart."""
         return None if self.extras else ()
 
+    def pulls(self, out_shape: Sequence[int]) -> int | None:
+        """How many v autograd would pull through the network, one by one; None where that is no way
+        for this penalty."""
+        return 1 if self.one_seed else None
+
     def quick_seed(self, out: Tensor, x: Sequence[Tensor], *extra: Tensor) -> Tensor | None:
         """The one v in the fewest operations, for networks that run on autograd by choice; None
         where `quick_total` or `oracle_values` is the quicker way."""
-        if type(self).oracle_values is not Penalty.oracle_values:
+        if not self.one_seed or type(self).oracle_values is not Penalty.oracle_values:
             return None
         seeds = self.oracle_seeds(out, x, *extra)
         return seeds[0] if len(seeds) == 1 else None
@@ -541,8 +567,9 @@ class Custom(Penalty):
     """R = p(J*v) with your own v and p.
 
     v(out, *extra) → a tensor shaped like out, differentiable in out where it depends on it;
-    p(ξ) → one number per example, or any norm. `extras` says how many of the call's last
-    arguments go to v; those that require grad receive theirs.
+    p(ξ) → one number per example, or any norm; with `sees_output`, p(ξ, out, *extra).
+    `extras` says how many of the call's last arguments go to them; those that require grad receive
+    theirs, and so do the network's parameters through out.
     """
 
     varying = True
@@ -550,16 +577,27 @@ class Custom(Penalty):
     def __init__(
         self,
         v: Callable[..., Tensor],
-        p: NormLike | None = None,
+        p: NormLike | Callable[..., Tensor] | None = None,
         *,
         extras: int = 0,
+        sees_output: bool = False,
         reduction: Reduction = "mean",
     ) -> None:
         super().__init__(p, reduction)
         if not callable(v):
             raise InputError("Custom needs a callable v(out, *extra)")
+        if sees_output and not isinstance(self.norm, Callback):
+            raise InputError("Custom with sees_output needs a callable p(ξ, out, *extra)")
         self.v = v
         self.extras = extras
+        self.sees_output = sees_output
+
+    def at(self, out: Tensor | None, *extra: Any) -> Penalty:
+        if not self.sees_output:
+            return self
+        own, p = copy.copy(self), self.norm.p
+        own.norm = Callback(lambda xi: p(xi, out, *extra))
+        return own
 
     def seed(self, out: Tensor, *extra: Tensor) -> Tensor:
         v = self.v(out, *extra)
@@ -653,13 +691,19 @@ def nothing(out: Tensor, batch: int, reduction: str) -> Tensor:
     return torch.zeros(shape, dtype=dtype, device=out.device, requires_grad=True)
 
 
-def at_rows(tree: Any, rows: Tensor, batch: int) -> Any:
-    """Arguments of a call at some rows; what has no row for each example stays as it is."""
+def at_rows(given: tuple, rows: Tensor, batch: int, shared: Collection[int | str] = ()) -> tuple:
+    """(args, kwargs) of a call at some rows; what is named in `shared`, by position or keyword, or
+    has no row for each example, stays as it is."""
 
     def cut(t: Tensor) -> Tensor:
         return t[rows] if t.dim() and t.shape[0] == batch else t
 
-    return pytree.tree_map_only(Tensor, cut, tree)
+    def each(key: int | str, argument: Any) -> Any:
+        return argument if key in shared else pytree.tree_map_only(Tensor, cut, argument)
+
+    args, kwargs = given
+    by_name = {key: each(key, argument) for key, argument in kwargs.items()}
+    return tuple(each(i, argument) for i, argument in enumerate(args)), by_name
 
 
 def joined(parts: tuple[Any, Any], rows: tuple[Tensor, Tensor]) -> Any:
@@ -667,47 +711,122 @@ def joined(parts: tuple[Any, Any], rows: tuple[Tensor, Tensor]) -> Any:
     order = torch.cat(rows).argsort()
 
     def join(some: Any, others: Any) -> Any:
-        return torch.cat((some, others))[order] if isinstance(some, Tensor) else some
+        if not isinstance(some, Tensor):
+            return some
+        for part, t in zip(rows, (some, others), strict=True):
+            _refuse_shape(t, len(part))
+        return torch.cat((some, others))[order]
 
     return pytree.tree_map(join, *parts)
 
 
+def _refuse_shape(out: Tensor, examples: int) -> None:
+    if out.shape[:1] != (examples,):
+        raise InputError(
+            f"fraction needs a row of every output for each example: {examples} examples have one "
+            f"of shape {tuple(out.shape)}"
+        )
+
+
+class Apart:
+    """When to try whether examples depend on one another. No shape tells an argument with a row for
+    each example from one that all share and that is as long as the batch, and numbers change in
+    training: so at the first, second, fourth, … call of a kind, and as soon as the rows of an
+    argument differ that were all the same before, which proved nothing about it."""
+
+    def __init__(self) -> None:
+        self.kinds: dict[Any, tuple[int, set[int]]] = {}
+
+    def due(self, given: tuple, shared: Collection[int | str]) -> bool:
+        """Whether this call is to be tried; counts it."""
+        leaves, spec = pytree.tree_flatten(given)
+        tensors = {i: t for i, t in enumerate(leaves) if isinstance(t, Tensor)}
+        sizes = tuple((i, tuple(t.shape), t.dtype) for i, t in tensors.items())
+        key = (spec, sizes, tuple(shared))
+        calls, alike = self.kinds.get(key, (0, set(tensors)))
+        told = {i for i in alike if _differs(tensors[i])}
+        remember(self.kinds, key, (calls + 1, alike - told))
+        return bool(told) or calls & (calls + 1) == 0
+
+
+def _differs(t: Tensor) -> bool:
+    """Whether not all rows are the same."""
+    return t.dim() > 0 and bool((t[1:] != t[:1]).any())
+
+
 def refuse_dependent(
-    net: nn.Module, run: Callable[[Any], Any], given: Any, rows: Tensor, batch: int
-) -> None:
-    """Raise unless the rows of a network's output are those of its input alone: by its modules, and
-    by its output at `rows` with and without the others, in evaluation mode."""
-    modes = {module: module.training for module in net.modules()}
+    net: nn.Module, run: Callable[[tuple], Any], given: tuple, rows: tuple[Tensor, Tensor],
+    cut: Callable[[Tensor], tuple],
+) -> None:  # fmt: skip
+    """Raise unless what `run` makes of some rows of a call stays when those rows take the place of
+    all others, cut(index) being the call at any rows. In the mode the network is in, or, where that
+    gives other numbers each time, in evaluation mode; buffers and generators are put back."""
     for name, module in net.named_modules():
         if isinstance(module, BatchNorm) and module.training:
             raise InputError(
                 f"fraction: {type(module).__name__} '{name}' computes its statistics from the "
                 "whole batch, which a part of it does not have; use every, or another norm"
             )
+    batch = len(rows[0]) + len(rows[1])
+
+    def tried(call: tuple) -> list[Tensor]:
+        with torch.no_grad(), torch.random.fork_rng(_cuda(given)), _buffers_kept(net):
+            found = [t for t in pytree.tree_leaves(run(call)) if isinstance(t, Tensor)]
+        for t in found:
+            _refuse_shape(t, batch)
+        return found
+
+    def agree() -> bool:
+        whole = tried(given)
+        for kept, others in (rows, rows[::-1]):
+            index = torch.arange(batch, device=kept.device)
+            index[others] = kept[index[: len(others)] % len(kept)]
+            if not _close(whole, tried(cut(index)), kept):
+                return False
+        return True
+
+    modes = {module: module.training for module in net.modules()}
     try:
-        net.eval()
-        with torch.no_grad(), torch.random.fork_rng(_cuda(given)):
-            whole, part = run(given), run(at_rows(given, rows, batch))
+        if agree():
+            return
+        if net.training and not _close(tried(given), tried(given)):  # by chance
+            net.eval()
+            if agree():
+                return
     finally:
         for module, mode in modes.items():
             module.training = mode
-    for a, b in zip(pytree.tree_leaves(whole), pytree.tree_leaves(part), strict=True):
-        if not isinstance(a, Tensor):
-            continue
-        if a.shape[:1] != (batch,) or b.shape != (len(rows), *a.shape[1:]):
-            raise InputError(
-                f"fraction needs a row of every output for each example: {batch} examples have one "
-                f"of shape {tuple(a.shape)}, {len(rows)} one of shape {tuple(b.shape)}"
-            )
-        if not a.is_floating_point():
-            continue
-        a = a[rows]
-        bound = 0.1 if is_half(a.dtype) else 1e-3
-        if not (a - b).norm() <= bound * a.norm():  # NaN is no proof either
-            raise InputError(
-                "fraction: the network's output for an example changes with the other examples "
-                "of the batch (or by chance), so that no part of a batch has its penalty; use every"
-            )
+    raise InputError(
+        "fraction: what the network or the penalty computes for an example changes with the other "
+        "examples of the batch (or by chance), so that no part of a batch has its penalty; use "
+        "every. An argument as long as the batch that all examples share is to be named: shared="
+    )
+
+
+def _close(
+    one: Sequence[Tensor], two: Sequence[Tensor], rows: Tensor | slice = slice(None)
+) -> bool:
+    """Whether the rows of all floating-point tensors agree; NaN is no proof."""
+    for a, b in zip(one, two, strict=True):
+        if a.is_floating_point() or a.is_complex():
+            bound = 0.1 if is_half(a.dtype) else 1e-3
+            if not (a[rows] - b[rows]).norm() <= bound * a[rows].norm():
+                return False
+    return True
+
+
+@contextmanager
+def _buffers_kept(net: nn.Module) -> Iterator[None]:
+    """What a call writes into buffers is undone."""
+    held = [(m, *named) for m in net.modules() for named in m.named_buffers(recurse=False)]
+    before = [t.clone() for *_, t in held]
+    try:
+        yield
+    finally:
+        for (module, name, buffer), old in zip(held, before, strict=True):
+            setattr(module, name, buffer)
+            if not torch.equal(buffer, old):
+                buffer.copy_(old)
 
 
 def _cuda(given: Any) -> list[torch.device]:

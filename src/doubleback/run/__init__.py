@@ -13,7 +13,7 @@ from .bridge import (
 )
 from .callers import CallersProgram, refuse_others
 from .cuda_graphs import GraphedProgram, GraphedStep, GraphRefused
-from .flattening import Family, Replay
+from .flattening import Family, OpenReplay, Replay
 from .inductor import laid_out, quiet, sound
 from .program import (
     First,
@@ -40,6 +40,7 @@ __all__ = [
     "GraphedStep",
     "Job",
     "OpenProgram",
+    "OpenReplay",
     "Program",
     "Replay",
     "Request",

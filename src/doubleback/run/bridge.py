@@ -52,8 +52,7 @@ class Job:
         plan = self.program.plan
         kept = plan.kept | {plan.target} if plan.needs_head_tangent else plan.kept
         places = (*plan.penalised, *plan.effective)
-        every = not getattr(self.program.penalty, "one_seed", False)  # sweeps that start anew
-        reads = [t for v, t in zip(places, tensors, strict=False) if every or v in kept]
+        reads = [t for v, t in zip(places, tensors, strict=False) if v in kept]
         reads += tensors[len(places) :]
         reads += [t for v, t in self.constants.items() if v in kept]
         reads += [t for t in pytree.tree_leaves(self.extra) if isinstance(t, Tensor)]
