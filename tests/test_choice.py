@@ -231,6 +231,17 @@ def test_a_compiled_network(kind, sweeps):
         assert db.check(model, x, y).worst <= 1e-10
 
 
+def test_hooks_of_a_compiled_network_are_called():
+    net, x, y = mlp(), torch.randn(5, 6), labels((5,))
+    compiled, calls = torch.compile(net, backend="eager"), []
+    model = db.Penalised(compiled, db.LossGradient("cross_entropy"))
+    for _ in range(4):
+        model(x, y)
+    compiled.register_forward_hook(lambda *_: calls.append(1))
+    model(x, y)[1].backward()
+    assert calls
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # Dynamo's own look at the penalty
 def test_a_compiled_training_step():
     torch.manual_seed(0)

@@ -381,6 +381,7 @@ ATTRIBUTES: tuple[tuple[str, str, str], ...] = (
     ("torch.fx.experimental.sym_node:SymNode", "_expr", "a size before it was taken for another"),
     ("torch.library:Library", "_destroy", "takes a patch back"),
     ("torch.nn:Module", "_compiled_call_impl", "whether `module.compile()` was called"),
+    ("torch.nn:Module", "_call_impl", "calls it as it was before"),
     ("torch.autograd.function:BackwardCFunction", "_set_sequence_nr", "runs when others have run"),
     ("torch.autograd.graph", "_engine_run_backward", "sees create_graph=True; saves time"),
     ("torch.autograd", "_engine_run_backward", "the same function, under its other name"),

@@ -123,6 +123,10 @@ def is_compiled(net: nn.Module) -> bool:
     return net._compiled_call_impl is not None or isinstance(wrapped, nn.Module)
 
 
+OWN_HOOKS = (
+    "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks",
+)  # fmt: skip
+
 SETTLED = 50  # calls of one size after which it is worth a flat graph of its own
 
 # Where autograd is quicker than sweeps (below), it is taken. Tests are about sweeps, and
@@ -312,7 +316,8 @@ class CapturedModule(nn.Module):
     # small the host's work is all there is.
 
     def _shorten(self, args: tuple, kwargs: Mapping[str, Any], way: Way) -> None:
-        plain = not kwargs and self.wrt == 0 and self.output is None and not is_compiled(self.net)
+        parts = any(map(is_compiled, list(self.net.modules())[1:]))
+        plain = not kwargs and self.wrt == 0 and self.output is None and not parts
         if way in ("bare", "math") and plain and all(type(t) is Tensor for t in args):
             remember(self._short, self._shape_of(args), way)
 
@@ -332,7 +337,17 @@ class CapturedModule(nn.Module):
                 return None
         way = self._short.get(self._shape_of(args))
         unsure = way is None or counting() or hooked() or peek_interpreter_stack() is not None
+        unsure = unsure or self._written() is None
         return way if not unsure and self._free_to_choose() else None
+
+    def _written(self) -> Any:
+        """What calls the network as it was written, if the whole was compiled; None where hooks of
+        the compiled one have to be called as well."""
+        net: Any = self._modules["net"]
+        inner = net._modules.get("_orig_mod")
+        if inner is None:
+            return net if net._compiled_call_impl is None else net._call_impl
+        return None if any([getattr(net, name) for name in OWN_HOOKS]) else inner
 
     def _unused(self, x: Tensor) -> None:
         if not self.allow_unused:

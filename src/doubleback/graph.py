@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeVar
@@ -14,6 +16,19 @@ from torch import Tensor
 from . import _torch
 
 T = TypeVar("T")
+
+
+@contextmanager
+def collector_off() -> Iterator[None]:
+    """While a graph is made: of the many objects that this takes few are garbage, and Python's
+    collector would look through all of them again and again."""
+    on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if on:
+            gc.enable()
 
 
 @dataclass(frozen=True, slots=True)

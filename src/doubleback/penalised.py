@@ -284,16 +284,16 @@ class Penalised(CapturedModule):
     ) -> tuple[Any, Tensor, Tensor | None, Tensor]:
         """(what net returns, its output, the sum of the losses that v is the gradient of if it is
         `shared`, the penalty)."""
-        penalty, net = self.penalty, self._modules["net"]
+        penalty, net = self.penalty, self._written()
         split = len(args) - penalty.extras
         x, extra, out = args[0], args[split:], None
         leaf = _place(x)
         try:
             if way == "bare":
-                result = net(leaf, *args[1:split])  # type: ignore[misc]
+                result = net(leaf, *args[1:split])
             else:
                 with derivatives(way):
-                    result = net(leaf, *args[1:split])  # type: ignore[misc]
+                    result = net(leaf, *args[1:split])
             out = result if type(result) is Tensor else choose_output(result, None)
             penalty.quick_check(out.shape, (x,), *extra)
             told = quick_penalty(out, (leaf,), penalty, extra, True, self._unused, shared)
@@ -870,9 +870,9 @@ class WithGradient(CapturedModule):
         return self._planned(site, gradients, True, seed.varying, key, make)
 
     def _shortly(self, args: tuple, way: Way) -> tuple[Any, Tensor]:
-        leaf, net = _place(args[0]), self._modules["net"]
+        leaf, net = _place(args[0]), self._written()
         with derivatives(way):
-            result = net(leaf, *args[1:])  # type: ignore[misc]
+            result = net(leaf, *args[1:])
         out = result if type(result) is Tensor else choose_output(result, None)
         self._seed.check(out.shape, args[:1])
         return result, quick_pulled(out, (leaf,), self._seed.seed(out), True, self._unused)[0]

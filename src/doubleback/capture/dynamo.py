@@ -39,7 +39,7 @@ from torch import nn
 
 from .. import _torch
 from ..errors import CaptureError, InputError, let_through, untold, warn
-from ..graph import Graph
+from ..graph import Graph, collector_off
 from .arguments import plain, refuse_distributed, tensors_in
 from .lifting import lift
 
@@ -134,7 +134,10 @@ class Capture:
         boxes = _boxes()
         boxes.append(box)
         try:
-            return self._function(net)(net, self.output, args, kwargs)[1]
+            known = len(self._compiled)
+            function = self._function(net)
+            with nullcontext() if len(self._compiled) == known else collector_off():
+                return function(net, self.output, args, kwargs)[1]
         finally:
             boxes.pop()
 

@@ -41,7 +41,9 @@ NEARBY = 3_900_000
 # ----------------------------------------------------------------------------------------- prices
 
 
-FLOPS_PER_BYTE = 20  # a few on a CPU, 80 to 200 on a GPU; ranks plans, predicts no time
+# What a byte written counts for, in FLOPs of whatever kernel: a few on a CPU, 80 to 200 on a GPU.
+# One number for all devices, because it ranks plans and predicts no time.
+WRITTEN_BYTE = 20
 
 
 class Meter(TorchDispatchMode):
@@ -188,7 +190,7 @@ class Profile:
         """FLOPs, and bytes written at the exchange rate of a device that is short of bandwidth."""
         written = self.fixed_written + self.part_written.slope * self.seeds
         written += self.part_written.fixed * self.parts(chunk)
-        return self.flops(chunk) + FLOPS_PER_BYTE * written
+        return self.flops(chunk) + WRITTEN_BYTE * written
 
     def peak_bytes(self, chunk: int) -> int:
         part = self.kept + self.part_peak(min(chunk, self.seeds))

@@ -29,7 +29,7 @@ from .. import _torch
 from .._torch import FakeTensorMode, make_fx, pytree
 from ..counting import Operations, recording, replayed
 from ..errors import RuleError, let_through, untold
-from ..graph import Graph, Node, compile_sizes
+from ..graph import Graph, Node, collector_off, compile_sizes
 from ..kernels import for_compiler
 from ..plan import Plan
 from . import inductor, straight_line
@@ -229,7 +229,8 @@ def flatten(
 
     context = for_compiler() if compiler else nullcontext()
     mode = "fake" if variant is None else "symbolic"
-    with _torch.compile_lock, recording() as operations, torch.no_grad(), context:
+    quietly = collector_off()
+    with _torch.compile_lock, recording() as operations, torch.no_grad(), context, quietly:
         # class weights and the like become constants of the graph, whose key knows them
         table = inductor.decompositions() if compiler else None
         trace = make_fx(

@@ -424,7 +424,9 @@ _COPIES = {
 }  # fmt: skip
 LONGEST = 24  # operators in a chain that is computed again
 SLOWER = 0.06  # by how much computing again may raise the estimated time
-FLOPS_PER_BYTE = 128  # operations of a product in the time that one byte takes to or from memory
+# Of matrix products and convolutions, in the time that one byte takes to or from a GPU's memory;
+# decides whether a light value is computed again instead of being read.
+PRODUCT_FLOPS_PER_BYTE = 128
 
 
 def is_view(node: Node) -> bool:
@@ -524,7 +526,7 @@ def traffic(graph: Graph, sweeps: dict[Node, int]) -> float:
             levels[node] = level + (node.target in _SUMS)
             sources[node] = {node} if written else read
             continue
-        total += _operations(node) / FLOPS_PER_BYTE + _bytes(node)
+        total += _operations(node) / PRODUCT_FLOPS_PER_BYTE + _bytes(node)
         total += sum(map(_bytes, {_shown(n) for n in node.all_input_nodes}))
         levels[node], sources[node] = level + 1, {node}
     return total + sum(_bytes(node) for node, _, _ in passes)

@@ -45,7 +45,8 @@ def clean(module: torch.fx.GraphModule, for_compiler: bool = False) -> None:
         elif node.target is aten.add.Tensor:
             _join_product(graph, node, for_compiler)
     graph.eliminate_dead_code()
-    module.recompile()
+    if for_compiler:  # elsewhere `boxed` writes the code
+        module.recompile()
 
 
 _LIFTS = (aten.lift_fresh_copy.default, aten.lift_fresh.default, aten.detach.default)
@@ -54,7 +55,7 @@ _LIFTS = (aten.lift_fresh_copy.default, aten.lift_fresh.default, aten.detach.def
 def move_constants(module: torch.fx.GraphModule) -> None:
     """Constants of the host's that the graph copies to a device lie there from now on: no copy at
     every call, and none that a CUDA graph could not hold."""
-    graph = module.graph
+    graph, any_moved = module.graph, False
     for node in list(graph.nodes):
         if node.target is not aten._to_copy.default or "device" not in node.kwargs:
             continue
@@ -78,8 +79,10 @@ def move_constants(module: torch.fx.GraphModule) -> None:
         moved.meta = dict(node.meta)
         node.replace_all_uses_with(moved)
         graph.erase_node(node)
-    graph.eliminate_dead_code()
-    module.recompile()
+        any_moved = True
+    if any_moved:
+        graph.eliminate_dead_code()
+        module.recompile()
 
 
 def _written(node: torch.fx.Node) -> bool:
