@@ -4,6 +4,7 @@
 # make test   what CI runs: linters, types, tests
 # make fuzz   random networks against stock autograd: ARGS="--networks 1000 --jobs 8 --json benchmarks/results/fuzz.json"
 # make fuzz-faults   steps that fail and are interrupted, at every place; training that is killed
+# make test-sizes   batches of changing sizes: every penalty, node by node, flat and compiled: ten minutes
 # make mutate   small errors put into the formulas, which the tests must notice: ARGS="--mutants 200"
 # make docs   the site, under build/site; a warning is an error
 # make test-zoo   other people's networks (timm, transformers, …) against stock autograd: an hour
@@ -18,7 +19,7 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --constraint
 STAMP := .venv/.doubleback
 
 .DELETE_ON_ERROR:
-.PHONY: setup demo reproduce examples test pytest test-integrations test-forces test-zoo test-operators docs lint types fuzz fuzz-faults mutate bench readme clean
+.PHONY: setup demo reproduce examples test pytest test-integrations test-forces test-zoo test-operators test-sizes docs lint types fuzz fuzz-faults mutate bench readme clean
 
 setup: $(STAMP)
 
@@ -67,6 +68,10 @@ test-zoo: $(STAMP)
 
 test-operators: $(STAMP)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m operators tests/test_architectures.py $(ARGS)
+
+test-sizes: $(STAMP)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "long or not long" \
+	  tests/test_open_sizes.py tests/test_with_gradient.py $(ARGS)
 
 docs: $(STAMP)
 	@$(PIP) --no-build-isolation --editable '.[docs]'

@@ -33,9 +33,9 @@ INTRODUCTION = """# Examples
 
 What training with derivatives in the loss is for: one folder each, one short script each. They \
 run from the repository with `pip install -e '.[examples]'`, take under two minutes on two cores, \
-and have `--full` (larger, more seeds), `--seed`, `--device` and `--out`. Those on images take \
-`--data mnist-idx:FOLDER`, which takes longer. What the literature claims is tested, \
-and where it is not seen the page says so.
+and have `--full` (larger, more seeds), `--seed`, `--device` and `--out`. `robustness`, \
+`contractive_autoencoder` and `few_examples` take `--data mnist-idx:FOLDER`, which takes longer. \
+What the literature claims is tested, and where it is not seen the page says so.
 
 `make examples` runs all of them and writes this page from the records under `gallery/`.
 """
@@ -48,12 +48,16 @@ def sentence(name: str) -> str:
 
 
 def section(name: str) -> str:
-    """The default run, and below it the one on MNIST where there is a record of it."""
+    """The default run, and below it others of which there is a record."""
     found = [f"## {name}\n\n{sentence(name)}\n\n{_told(name, name)}"]
-    if (GALLERY / f"{name}-mnist.json").is_file():
-        settings = json.loads((GALLERY / f"{name}-mnist.json").read_text())["settings"]
-        command = f"{name} --data mnist-idx:FOLDER{_options(settings)}"
-        found.append(f"### {name} on MNIST\n\n{_told(f'{name}-mnist', command)}")
+    others = {"mnist": " on MNIST", "race": ": the race", "race-mnist": ": the race on MNIST"}
+    for more, words in others.items():
+        path = GALLERY / f"{name}-{more}.json"
+        if path.is_file():
+            settings = json.loads(path.read_text())["settings"]
+            images = " --data mnist-idx:FOLDER" if more.endswith("mnist") else ""
+            command = f"{name}{images}{_options(settings)}"
+            found.append(f"### {name}{words}\n\n{_told(path.stem, command)}")
     return "\n".join(found)
 
 

@@ -47,12 +47,13 @@ class Report:
 
     title: str
     columns: Sequence[str]
-    rows: list[Sequence[str]]
+    rows: Sequence[Sequence[str]]
     figure: Figure
     claims: list[tuple[bool, str]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     numbers: dict[str, Any] = field(default_factory=dict)  # what the table was made from
     settings: dict[str, Any] = field(default_factory=dict)  # in place of the command's
+    name: str = ""  # of a second record of the same example
 
     def claim(self, holds: bool, seen: str, otherwise: str) -> None:
         """State `seen` where it holds, and plainly `otherwise` where it does not."""
@@ -91,11 +92,19 @@ class Report:
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write a PNG that is small enough for the gallery, at the highest of a few resolutions."""
+    """Write a PNG that is small enough for the gallery: as it is, or else with a palette of 256
+    colours at the highest of a few resolutions."""
+    from PIL import Image
+
+    options = {"facecolor": "white", "metadata": {"Software": None}}
+    figure.savefig(path, dpi=130, **options)
     for dpi in (130, 110, 90, 70):
-        figure.savefig(path, dpi=dpi, facecolor="white", metadata={"Software": None})
         if path.stat().st_size <= LARGEST:
             break
+        figure.savefig(path, dpi=dpi, **options)
+        with Image.open(path) as whole:
+            reduced = whole.convert("RGB").quantize(256, dither=Image.Dither.NONE)
+        reduced.save(path, optimize=True)
     plt.close(figure)
 
 
@@ -205,7 +214,7 @@ def _need_figures() -> None:
 
 def main(
     name: str,
-    description: str,
+    description: str | None,
     run: Callable[[argparse.Namespace], Report | None],
     argv: Sequence[str] | None = None,
     *,
@@ -244,8 +253,9 @@ def main(
         report = run(arguments)
         if report is not None and where is not None:
             settings = report.settings or _given(arguments)
-            other = settings.get("data", "digits") != "digits"  # beside the record of the default
-            _show(report, where, f"{name}-mnist" if other else name, settings)
+            mnist = settings.get("data", "digits") != "digits"  # beside the record of the default
+            parts = (name, report.name, "mnist" if mnist else "")
+            _show(report, where, "-".join(filter(None, parts)), settings)
         print(f"{time.perf_counter() - start:.0f} s")
         return 0
     except DoublebackError as error:

@@ -672,3 +672,103 @@ def test_what_backward_does_not_read_may_change_before_it(flatten_after):
         net[2].weight.add_(1.0)
     with pytest.raises(db.StaleGraphError):
         (out.sum() + penalty).backward()
+
+
+# --------------------------------------------------------------- gradients as they are complete
+
+
+class Mixed(nn.Module):
+    """Tied and parametrised weights, a frozen one, a norm, a convolution, parameters of the whole
+    batch's shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.convolution = nn.Conv1d(1, 3, 3, padding=1)
+        self.norm = nn.LayerNorm(4)
+        self.tied = nn.Linear(12, 12)
+        self.normed = weight_norm(nn.Linear(12, 12))
+        self.row, self.rows = (nn.Parameter(torch.randn(n)) for n in (12, 72))
+        self.last = nn.Linear(12, 3)
+        self.last.bias.requires_grad_(False)
+        self.double()
+
+    def forward(self, x):
+        h = self.norm(self.convolution(x[:, None])).flatten(1)
+        h = torch.tanh(self.tied(torch.sigmoid(self.tied(h)))) + self.row
+        if len(x) == 6:
+            h = torch.tanh(h) + self.rows.view(6, 12)
+        return self.last(self.normed(h) * h)
+
+
+def in_stretches(monkeypatch, stretches: int) -> None:
+    """As with several processes."""
+    monkeypatch.setattr("doubleback.run.bridge.several", lambda: True)
+    monkeypatch.setattr("doubleback.plan.STRETCH", 1)
+    monkeypatch.setattr("doubleback.plan.STRETCHES", stretches)
+
+
+PENALTIES = {
+    "a loss": lambda: db.LossGradient("cross_entropy"),
+    "a caller's": lambda: db.LossGradient(lambda out, y: F.cross_entropy(out, y, reduction="none")),
+    "a Jacobian": db.Jacobian,
+}
+
+
+def stretched_steps(model: db.Penalised, twin: db.Penalised, sizes=(6, 6, 6, 5, 4)) -> None:
+    """Whatever is handed over is written to at once: nothing that is still to come reads it."""
+    seen = {}
+
+    def overwrite(t, name):
+        seen[name] = t.grad.clone()
+        t.grad.fill_(torch.nan)
+
+    for name, t in model.net.named_parameters():
+        if t.requires_grad:
+            t.register_post_accumulate_grad_hook(lambda t, name=name: overwrite(t, name))
+    for i, rows in enumerate(sizes):
+        x, y = X[:rows] * (1 + i), Y[:rows]
+        for one in (model, twin):
+            one.zero_grad()
+            out, penalty = one(x, y) if one.penalty.extras else one(x)
+            (F.cross_entropy(out, y) + penalty).backward()
+        for name, t in twin.net.named_parameters():
+            if t.grad is None:
+                assert name not in seen, name
+            else:
+                torch.testing.assert_close(seen.pop(name), t.grad, rtol=1e-10, atol=1e-12)
+        assert not seen
+
+
+@pytest.mark.parametrize("penalty", PENALTIES.values(), ids=PENALTIES)
+@pytest.mark.parametrize("stretches", [3, 1000])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_gradients_in_stretches(monkeypatch, penalty, stretches, compiled):
+    """compiled: cut into pieces as for Inductor, whose place PyTorch takes."""
+    in_stretches(monkeypatch, stretches)
+    pieces = []
+
+    def eager(graph, tensors):
+        pieces.append(graph)
+
+        def run(tensors):
+            given = list(tensors)
+            tensors.clear()
+            return graph(*given)
+
+        return run
+
+    monkeypatch.setattr("doubleback.run.inductor._by_inductor", eager)
+    model = db.Penalised(Mixed(), penalty(), strict=True, sweeps=True, compile=compiled)
+    twin = db.Penalised(Mixed(), penalty(), sweeps=False)
+    stretched_steps(model, twin, sizes=(6, 6, 6) if compiled else (6, 6, 6, 5, 4))
+    assert (len(pieces) > 3) == compiled
+
+
+def test_compiled_gradients_in_stretches(monkeypatch):
+    in_stretches(monkeypatch, 2)
+    nets = [dense() for _ in range(2)]
+    nets[1].load_state_dict(nets[0].state_dict())
+    penalty = db.LossGradient("cross_entropy")
+    model = db.Penalised(nets[0], penalty, strict=True, sweeps=True, compile=True)
+    stretched_steps(model, db.Penalised(nets[1], penalty, sweeps=False), sizes=(6, 6, 5, 4))

@@ -133,11 +133,6 @@ def test_labels_of_any_integer_dtype_run_either_way(dtype):
     assert all(torch.allclose(penalty, seen[0], rtol=1e-12) for penalty in seen)
 
 
-def test_penalties_of_many_seeds_keep_their_plans():
-    model = db.Penalised(mlp(), db.Jacobian())
-    assert all(by_sweeps(model(torch.randn(5, 6))[1]) for _ in range(3))
-
-
 def test_counting_operations_counts_sweeps():
     model = db.Penalised(mlp(), db.LossGradient("cross_entropy"))
     x, y = torch.randn(5, 6), labels((5,))
@@ -302,6 +297,110 @@ def test_the_short_way_has_the_same_numbers(penalty, labelled):
             assert net.calls == 1
 
 
+SHORT = {
+    "squared errors": (db.LossGradient("mse"), ("out",)),
+    "binary": (db.LossGradient("bce", norm=db.Norm()), ("probabilities",)),
+    "labels to ignore": (db.LossGradient("cross_entropy", ignore_index=-7), ("ignored",)),
+    "a class to ignore": (db.LossGradient("cross_entropy", ignore_index=1), ("labels",)),
+    "weighted classes": (
+        db.LossGradient("cross_entropy", class_weights=torch.tensor([0.5, 1.0, 2.0]).double()),
+        ("labels",),
+    ),
+    "soft labels": (db.LossGradient("cross_entropy"), ("probabilities",)),
+    "a loss of one's own": (
+        db.LossGradient(lambda out, y: (out * y).sin().sum(1)), ("out",),
+    ),
+    "deviation": (db.OutputGradient(0, norm=db.Deviation(0.3, one_sided=True)), ()),
+    "p of one's own": (db.OutputGradient("sum", norm=lambda g: g.pow(4).sum(1)), ()),
+    "in a space": (
+        db.OutputGradient(0, norm=db.Norm(db.spaces.Weighted(torch.arange(1.0, 7)))), (),
+    ),
+    "match": (db.GradientMatch("sum"), ("x",)),
+    "match, row by row": (db.GradientMatch(2, reduction="none"), ("x",)),
+    "bilinear": (db.BilinearForm(), ("out", "x")),
+    "v of one's own": (db.Custom(lambda out: out.square(), db.Norm()), ()),
+    "projection": (db.Jacobian(projections=1), ()),
+    "projection of a softmax": (db.Jacobian("softmax", projections=1), ()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_the_short_way_of_every_penalty(name):
+    torch.manual_seed(0)
+    penalty, extras = SHORT[name]
+    net, x = Counted().double(), torch.randn(5, 6, dtype=torch.float64)
+    given = {
+        "x": torch.randn_like(x), "out": torch.randn(5, 3).double(), "labels": labels(x.shape),
+        "probabilities": torch.rand(5, 3).double(), "ignored": torch.tensor([0, -7, 2, 1, -7]),
+    }  # fmt: skip
+
+    def call(model):
+        torch.manual_seed(1)  # of directions that are drawn
+        model.zero_grad()
+        leaf, extra = x.clone().requires_grad_(), [given[e].clone() for e in extras]
+        for t in extra:
+            t.requires_grad_(t.is_floating_point())
+        out, value = model(leaf, *extra)
+        (out.square().sum() + 0.3 * value.sum()).backward()
+        asked = [t.grad for t in extra if t.requires_grad]
+        return [
+            out.detach(),
+            value.detach(),
+            leaf.grad,
+            *asked,
+            *(p.grad for p in net.parameters()),
+        ]
+
+    def accumulate(model):
+        torch.manual_seed(1)
+        model.zero_grad()
+        told = model.accumulate(x, *(given[e] for e in extras), weight=0.3)
+        return [*told, *(p.grad for p in net.parameters() if p.grad is not None)]
+
+    chosen, swept = db.Penalised(net, penalty), db.Penalised(net, penalty, sweeps=True)
+    for run in (call, accumulate):
+        expected = [t.clone() for t in run(swept)]
+        for _ in range(4):
+            net.calls.zero_()
+            torch.testing.assert_close(run(chosen), expected, rtol=1e-10, atol=1e-12)
+            assert net.calls == 1
+    assert not by_sweeps(chosen(x, *(given[e] for e in extras))[1])
+
+
+@pytest.mark.parametrize("v", ["sum", 1, lambda out: out.square()])
+def test_the_short_way_of_gradients(v):
+    torch.manual_seed(0)
+    net, x = Counted().double(), torch.randn(5, 6, dtype=torch.float64)
+
+    def call(model):
+        model.zero_grad()
+        leaf = x.clone().requires_grad_()
+        out, gradient = model(leaf)
+        (out.square().sum() + gradient.pow(3).sum()).backward()
+        return [out.detach(), gradient.detach(), leaf.grad, *(p.grad for p in net.parameters())]
+
+    chosen = db.WithGradient(net, v=v)
+    expected = [t.clone() for t in call(db.WithGradient(net, v=v, sweeps=True))]
+    for _ in range(4):
+        net.calls.zero_()
+        torch.testing.assert_close(call(chosen), expected, rtol=1e-10, atol=1e-12)
+        assert net.calls == 1
+    assert not by_sweeps(chosen(x)[1])
+
+
+@pytest.mark.parametrize("kind", ["smoothed", "weighted", "short integers"])
+def test_the_short_way_looks_at_labels(kind):
+    options = {"smoothed": {"label_smoothing": 0.1}, "weighted": {"class_weights": torch.ones(3)}}
+    net, x = mlp(), torch.randn(5, 6)
+    y = labels(x.shape).int() if kind == "short integers" else labels(x.shape)
+    model = db.Penalised(net, db.LossGradient("cross_entropy", **options.get(kind, {})))
+    for _ in range(4):
+        model(x, y)
+    for run in (model, model.accumulate):
+        with pytest.raises(db.InputError, match=r"labels must lie in 0 … 2"):
+            run(x, y + 3)
+
+
 def test_the_short_way_says_what_is_wrong_and_goes_on():
     net, x = mlp(), torch.randn(5, 6)
     y, model = labels(x.shape), db.Penalised(net, db.LossGradient("cross_entropy"))
@@ -344,3 +443,35 @@ def test_the_short_way_refuses_an_input_that_is_not_used():
     net.on = False
     with pytest.raises(db.InputError, match="does not depend on"):
         model(x, labels(x.shape))
+
+
+@pytest.mark.parametrize("penalty", [db.Jacobian(), db.Jacobian("softmax")], ids=repr)
+def test_few_outputs_of_a_small_network_are_pulled_one_by_one(penalty, flattened):
+    """At sizes that change: no flat graph is made for calls that go to autograd from then on."""
+    torch.manual_seed(0)
+    net = mlp().double()
+    free, held = db.Penalised(net, penalty), db.Penalised(net, penalty, sweeps=True)
+    kinds = []
+    for rows in (5, 6, 7, 4, 12, 9, 15):
+        results = []
+        x = torch.randn(rows, 6).double()
+        for model in (free, held):
+            net.zero_grad()
+            out, value = model(x)
+            (out.square().mean() + 0.3 * value).backward()
+            results.append([out, value, *[p.grad.clone() for p in net.parameters()]])
+            del flattened[: 99 if model is held else 0]
+        for ours, theirs in zip(*results, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-13)
+        kinds.append(by_sweeps(results[0][1]))
+        assert by_sweeps(results[1][1]) and not flattened
+    assert kinds == [True, *[False] * 3, True, False, False]  # once for each of about one size
+
+
+def test_many_outputs_stay_with_the_sweeps():
+    model = db.Penalised(
+        nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 40)), db.Jacobian()
+    )
+    assert all(by_sweeps(model(torch.randn(5, 6))[1]) for _ in range(3))
+    told = db.Penalised(mlp(), db.Jacobian(chunk=2))
+    assert all(by_sweeps(told(torch.randn(5, 6))[1]) for _ in range(3))

@@ -158,6 +158,24 @@ def test_robustness_race_and_what_is_kept(tmp_path):
         example.Kept(path, [2])
 
 
+def test_the_race_by_itself(tmp_path, capsys):
+    example = script("robustness")
+
+    def main(*argv):
+        argv = ("--race", "0.03", *argv, "--out", str(tmp_path))
+        return common.main("robustness", "", example.run, argv, data=True, options=example.options)
+
+    assert main("--raced", "1", "--attacked", "50") == 0
+    record = json.loads((tmp_path / "robustness-race.json").read_text())
+    assert [row[0] for row in record["rows"]] == list(example.penalties(graphed=False))
+    assert all(len(row) == len(record["columns"]) for row in record["rows"])
+    assert len(record["claims"]) == 2 and record["settings"]["race"] == 0.03
+    assert (tmp_path / "robustness-race.png").stat().st_size > 1000
+    capsys.readouterr()
+    assert main("--json", str(tmp_path / "numbers.json")) == 2
+    assert "does not go with --json" in capsys.readouterr().err
+
+
 def test_robustness_is_drawn_from_the_numbers_of_several_runs(tmp_path, capsys, monkeypatch):
     """Runs that write numbers only need no matplotlib; what they found is one table."""
     example = script("robustness")
@@ -289,10 +307,11 @@ def test_flow(kind):
 
 
 def test_flow_on_digits():
-    """It gains on a Gaussian, whose change of variables is exact."""
+    """They gain on a Gaussian, whose change of variables is exact."""
     example = script("flow")
-    found = example.digits(150, 0, CPU, count=60, width=64)
-    assert found.exact < found.gaussian - 0.005 and abs(found.exact - found.estimate) < 0.05
+    for kind in example.KINDS[1:]:
+        found = example.digits(kind, 150, 0, CPU, count=60, width=64, blocks=2)
+        assert found.exact < found.gaussian - 0.005 and abs(found.exact - found.estimate) < 0.05
     generator = torch.Generator().manual_seed(0)
     pixels = torch.rand(200, 6, generator=generator, dtype=torch.float64)
     white = example.Whitened.fitted(pixels)
@@ -433,10 +452,36 @@ def test_physics_references_solve_the_equations():
 def test_gan():
     """Without a penalty training ends in a part of the modes; with Roth et al.'s it comes nearer to
     the data. Training is chaotic, so margins are wide: the distances are a sixth of one another."""
-    found = script("gan").experiment(2000, [1], CPU, ("none", "Roth et al."))
+    example = script("gan")
+    found = example.experiment(example.Ring(), 2000, [1], CPU, ("none", "Roth et al."))
     without, penalised = found["none"][0], found["Roth et al."][0]
     assert penalised.covered >= without.covered
     assert penalised.distance < 0.8 * without.distance
+
+
+def test_gan_on_digits():
+    """R1 comes far nearer to digits than training without a penalty."""
+    example = script("gan")
+    found = example.experiment(example.Digits(), 400, [0], CPU, ("none", "R1"))
+    without, penalised = found["none"][0], found["R1"][0]
+    assert penalised.distance < 0.75 * without.distance
+    assert penalised.most > without.most
+
+
+def test_gan_judges_digits():
+    """True digits have all classes and a small distance, those of one class one and a large one;
+    Fréchet's distance is that of two Gaussians."""
+    example = script("gan")
+    digits = example.Digits()
+    classes, sure, distance = digits.judge(digits.images)
+    assert digits.accuracy > 0.95 and classes == 10 and sure > 0.85 and distance < 5
+    same = digits.images[:1].expand(500, -1)
+    assert digits.judge(same)[0] <= 1 and digits.judge(same)[2] > 20 * distance
+    generator = torch.Generator().manual_seed(0)
+    a = torch.randn(4000, 3, generator=generator, dtype=torch.float64)
+    scale, shift = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([1.0, 0.0, -2.0])
+    assert example.frechet(a, a) == pytest.approx(0, abs=1e-9)
+    assert example.frechet(scale * a + shift, a) == pytest.approx(5 + 1 + 4, rel=0.05)
 
 
 @pytest.mark.parametrize("name", ["none", "R1", "Roth et al.", "WGAN-GP"])
@@ -459,17 +504,17 @@ def test_gan_losses_are_those_of_autograd(name):
     torch.manual_seed(1)
     part = torch.rand(6, 1)
     between = slopes(part * true + (1 - part) * made)[1]
-    expected = -(p_true.log().mean() + (1 - p_made).log().mean())
+    expected, weight = -(p_true.log().mean() + (1 - p_made).log().mean()), 0.7
     if name == "R1":
-        expected = expected + example.WEIGHTS[name] / 2 * true_square.mean()
+        expected = expected + weight / 2 * true_square.mean()
     elif name == "Roth et al.":
         penalty = ((1 - p_true) ** 2 * true_square).mean() + (p_made**2 * made_square).mean()
-        expected = expected + example.WEIGHTS[name] / 2 * penalty
+        expected = expected + weight / 2 * penalty
     elif name == "WGAN-GP":
         penalty = (between.sqrt() - 1).square().mean()
-        expected = on_made.mean() - on_true.mean() + example.WEIGHTS[name] * penalty
+        expected = on_made.mean() - on_true.mean() + weight * penalty
     torch.manual_seed(1)
-    found = example.LOSSES[name](critic)(true, made)
+    found = example.LOSSES[name](critic, weight)(true, made)
     assert torch.allclose(found, expected, rtol=1e-12)
     # the critic's last offset does not reach a difference of its values but by rounding
     wanted = torch.autograd.grad(expected, parameters)
@@ -480,7 +525,7 @@ def test_gan_losses_are_those_of_autograd(name):
 def test_gan_measures():
     """True samples cover all modes at no distance; half a ring covers half; a shift is a shift."""
     example = script("gan")
-    data = example.draw_data(4000, torch.Generator().manual_seed(0))
+    data = example.Ring().draw(4000, torch.Generator().manual_seed(0))
     assert example.coverage(data)[0] == 8 and example.coverage(data)[1] > 0.98
     assert example.coverage(data[data[:, 1] > 0.2])[0] == 3
     angle = torch.linspace(0, 2 * torch.pi, 4001)[:-1]

@@ -274,6 +274,7 @@ def specs(wrt):
         "bilinear": Spec("", "bilinear", extras=(OUT, q)),
         "custom": Spec("", "custom", v=turned, p=quartic, extras=(OUT,)),
         "coupled": Spec("", "custom", v=turned, p=coupled, extras=(OUT,)),
+        "seen": Spec("", "custom", v=turned, p=seen, sees_output=True, extras=(OUT,)),
         "jacobian": Spec("", "jacobian"),
         "entries": Spec("", "jacobian", entries=(0, 2)),
         "softmax": Spec("", "jacobian", softmax=True),
@@ -284,6 +285,10 @@ def coupled(xi):
     parts = [xi] if isinstance(xi, torch.Tensor) else list(xi)
     rows = torch.cat([u.flatten(1) for u in parts], 1)
     return (rows - 0.3 * rows.mean(0)).square().sum(1).add(1.0).sqrt()
+
+
+def seen(xi, out, y):
+    return quartic(xi) * (out * y).sum(1).tanh() + out.square().sum(1)
 
 
 def arguments():
@@ -349,7 +354,7 @@ def test_accumulate(net, kind, reduction, weight):
     assert max(errors.values()) <= 1e-10, errors
 
 
-@pytest.mark.parametrize("kind", ["mse", "bce", "match", "bilinear", "custom", "own loss"])
+@pytest.mark.parametrize("kind", ["mse", "bce", "match", "bilinear", "custom", "own loss", "seen"])
 @pytest.mark.parametrize("wrt", [0, (0, 1)])
 def test_the_penaltys_own_tensors_receive_their_gradient(net, kind, wrt):
     def fresh():
@@ -374,6 +379,32 @@ def test_the_penaltys_own_tensors_receive_their_gradient(net, kind, wrt):
         grads.append([t.grad for t in leaves])
     for a, b in zip(*grads, strict=True):
         same(a, b, 1e-10)
+
+
+def test_what_would_lose_a_gradient_is_refused(net):
+    """A p, as a v, that depends on a tensor which is none of its arguments and requires grad."""
+    scale = torch.ones((), dtype=D, requires_grad=True)
+
+    def scaled(xi):
+        return scale * xi.square().sum(1)
+
+    for penalty in (db.Custom(torch.ones_like, scaled), db.OutputGradient(1, norm=scaled)):
+        model = db.Penalised(net, penalty, sweeps=True)
+        for call in (model, model.accumulate):
+            with pytest.raises(db.InputError, match="p depends on a tensor of shape"):
+                call(*arguments())
+    with pytest.raises(db.InputError, match="as an extra"):
+        db.Deviation(scale)  # type: ignore[arg-type]
+    with pytest.raises(db.InputError, match="callable p"):
+        db.Custom(torch.ones_like, db.Norm(), sees_output=True)
+    given = db.Custom(
+        lambda out, s: torch.ones_like(out),
+        lambda xi, out, s: s * xi.square().sum(1),
+        extras=1,
+        sees_output=True,
+    )
+    db.Penalised(net, given, sweeps=True)(*arguments(), scale)[1].backward()
+    assert scale.grad is not None
 
 
 @pytest.mark.parametrize("index", [(1, 2), (0, -1), (-2, 0)])

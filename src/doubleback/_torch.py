@@ -249,6 +249,10 @@ NAMES: dict[str, tuple[str, str]] = {
         "torch._inductor.dependencies:WeakDep",
         "that a kernel which writes waits for the readers of the old values",
     ),
+    "inplaceable_ops": (
+        "torch._inductor.fx_passes.reinplace:inplaceable_ops",
+        "where Inductor writes into a tensor in the place of a copy",
+    ),
     "InductorChoices": (
         "torch._inductor.choices:InductorChoices",
         "kernels that stand far apart are not fused",
@@ -378,8 +382,9 @@ ATTRIBUTES: tuple[tuple[str, str, str], ...] = (
     ("torch.library:Library", "_destroy", "takes a patch back"),
     ("torch.nn:Module", "_compiled_call_impl", "whether `module.compile()` was called"),
     ("torch.autograd.function:BackwardCFunction", "_set_sequence_nr", "runs when others have run"),
-    ("torch.autograd.graph", "_engine_run_backward", "sees the first create_graph=True"),
+    ("torch.autograd.graph", "_engine_run_backward", "sees create_graph=True; saves time"),
     ("torch.autograd", "_engine_run_backward", "the same function, under its other name"),
+    ("torch.autograd:Variable", "_execution_engine", "calls back after a pass, to remove a kernel"),
     ("torch.autograd.forward_ad", "_current_level", "whether forward mode is on"),
     ("torch.autograd.forward_ad", "_set_fwd_grad_enabled", "keeps it on below our own node"),
     ("torch.fx:Node", "_erased", "a node that a pass over the graph has removed"),

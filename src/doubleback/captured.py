@@ -15,11 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from ._torch import peek_interpreter_stack
 from .capture import (
     Arguments,
     accept_plain_keys,
     capture_of,
     find_graph,
+    hooked,
     only_one,
     plain,
     take_apart,
@@ -28,7 +30,6 @@ from .capture import (
 from .counting import counting
 from .errors import CaptureError, InputError, RuleError, refuse_unused, warn
 from .graph import Graph, Meta, Node, Ref
-from .kernels import compiling
 from .patch import patched, supported
 from .plan import Plan, make_plan
 from .rules import Structure, find_rule
@@ -36,6 +37,7 @@ from .run import (
     Family,
     FlattenedProgram,
     OpenProgram,
+    OpenReplay,
     Replay,
     no_autocast,
     read_state,
@@ -50,7 +52,8 @@ class Site:
 
     open: the graph, whose sizes may be open; numbers: those of its symbols in this call; inputs:
     the tensors it starts from; outputs, shape: its outputs and the target's shape at these numbers;
-    key: which graph, at which sizes, with which inputs penalised.
+    key: which graph, at which sizes, with which inputs penalised; asked: with open sizes,
+    if it is only asked about and will not run.
     """
 
     call: Arguments
@@ -61,6 +64,7 @@ class Site:
     outputs: tuple
     shape: tuple[int, ...]
     key: tuple
+    asked: bool = False
 
     @property
     def target(self) -> int:
@@ -82,9 +86,27 @@ def derivatives(way: Way) -> AbstractContextManager:
     that are known to need no others, "math": likewise, but for attention, as "stock"."""
     if way == "bare":
         return nullcontext()
+    if way == "math":
+        return _Unfused()
     if way == "patched" and supported(torch.__version__):
         return patched()
     return sdpa_kernel(SDPBackend.MATH)
+
+
+class _Unfused:
+    """`sdpa_kernel(SDPBackend.MATH)` on a CPU, which has one fused kernel, in less of the host's
+    time."""
+
+    def __enter__(self) -> None:
+        cuda = torch.backends.cuda
+        self.before = cuda.flash_sdp_enabled(), cuda.math_sdp_enabled()
+        cuda.enable_flash_sdp(False)
+        cuda.enable_math_sdp(True)
+
+    def __exit__(self, *raised: object) -> None:
+        flash, unfused = self.before
+        torch.backends.cuda.enable_flash_sdp(flash)
+        torch.backends.cuda.enable_math_sdp(unfused)
 
 
 def as_written(net: nn.Module, way: Way) -> AbstractContextManager:
@@ -152,6 +174,7 @@ class CapturedModule(nn.Module):
         self._families: dict[Any, tuple[Graph, Family]] = {}
         self._programs: dict[Any, Any] = {}
         self._choices: dict[Any, Choice] = {}
+        self._short: dict[Any, Way] = {}  # shapes of calls that go to autograd at once
         self._warned = False
         self._refusal: CaptureError | None = None
         self._run = self._opaque(self._forward)
@@ -166,6 +189,7 @@ class CapturedModule(nn.Module):
             "_families",
             "_programs",
             "_choices",
+            "_short",
             "_warned",
             "_refusal",
             "_run",
@@ -179,7 +203,7 @@ class CapturedModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """(what net returns, and what is asked of its derivative)."""
-        if compiling():
+        if torch.compiler.is_compiling():
             return self._run(*args, **kwargs)
         return self._forward(*args, **kwargs)
 
@@ -235,8 +259,16 @@ class CapturedModule(nn.Module):
         """Whether nobody asked for something that only sweeps can do."""
         if self.sweeps is not None:
             return not self.sweeps
-        particular = self.compile_mode or self.strict or self.debug or self.flatten_after is None
-        return CHOOSE and not particular and not self._partly_compiled
+        particular = (
+            self.compile_mode or self.strict or self.debug or self.flatten_after is None
+            or self._partly_compiled or not CHOOSE
+        )  # fmt: skip
+        return not particular and self._leavable
+
+    @property
+    @abstractmethod
+    def _leavable(self) -> bool:
+        """Whether autograd can do what the sweeps are to do."""
 
     @cached_property
     def _partly_compiled(self) -> bool:
@@ -265,7 +297,46 @@ class CapturedModule(nn.Module):
     def _choose(self, site: Site) -> None:
         size = self._size(site.call)
         if size not in self._choices and self._free_to_choose():
-            remember(self._choices, size, choose(site.graph))
+            remember(self._choices, size, choose(site.graph, self._pulls(site)))
+
+    def _leaves(self, site: Site) -> bool:
+        """Whether calls of about this size, which changes, go to autograd from the next one on, so
+        that this one is not worth a flat graph."""
+        return bool(site.open.symbols) and self._chosen(site.call) is not None
+
+    def _pulls(self, site: Site) -> int | None:
+        """How many v autograd would pull through the network; None: more than it should."""
+        return 1
+
+    # What autograd was chosen for once goes there without being taken apart again: on networks so
+    # small the host's work is all there is.
+
+    def _shorten(self, args: tuple, kwargs: Mapping[str, Any], way: Way) -> None:
+        plain = not kwargs and self.wrt == 0 and self.output is None and not is_compiled(self.net)
+        if way in ("bare", "math") and plain and all(type(t) is Tensor for t in args):
+            remember(self._short, self._shape_of(args), way)
+
+    def _shape_of(self, args: tuple) -> tuple:
+        """As `_size`, of arguments that are not taken apart."""
+        net: Any = self._modules["net"]
+        key = [net.training]
+        for t in args:
+            key += [t.dtype, t.is_cpu, *[n.bit_length() for n in t.shape]]
+        return tuple(key)
+
+    def _short_way(self, args: tuple, kwargs: Mapping[str, Any]) -> Way | None:
+        if kwargs or not torch.is_grad_enabled():
+            return None
+        for t in args:
+            if type(t) is not Tensor or t.is_inference():
+                return None
+        way = self._short.get(self._shape_of(args))
+        unsure = way is None or counting() or hooked() or peek_interpreter_stack() is not None
+        return way if not unsure and self._free_to_choose() else None
+
+    def _unused(self, x: Tensor) -> None:
+        if not self.allow_unused:
+            refuse_unused(self.wrt, x)
 
     def _way(self, site: Site) -> str:
         """Which it is, and why, for `explain`."""
@@ -273,7 +344,7 @@ class CapturedModule(nn.Module):
             return "autograd: asked for"
         if not self._free_to_choose():
             return "sweeps: asked for" if self.sweeps else "sweeps"
-        return str(choose(site.graph))
+        return str(choose(site.graph, self._pulls(site)))
 
     def _on_autograd(self, run: Callable[[Way], Any], way: Way) -> Any:
         """The network's call on autograd. Where it could not be captured it is said once why, after
@@ -295,7 +366,10 @@ class CapturedModule(nn.Module):
         with torch.inference_mode(False), torch.enable_grad():
             args, kwargs = call.with_x(call.aliases)
             graph, inputs = find_graph(self.net, self.output, args, kwargs)
-            return self._site(graph, inputs, call)
+            site = self._site(graph, inputs, call)
+            if not graph.symbols:
+                return site
+            return replace(site, asked=True, key=("asked", *site.key))
 
     def _site(self, graph: Graph, inputs: Sequence[Any], call: Arguments) -> Site:
         only_one(graph.targets, self.output)
@@ -353,10 +427,10 @@ class CapturedModule(nn.Module):
         key = (site.key, wanted, varying, *key, how)
         program = self._programs.get(key)
         if program is None:
-            program = make(self._plan(site, wanted, varying), key[1:])
-            if not program.for_one_call:
-                remember(self._programs, key, program)
             self._choose(site)
+            program = make(self._plan(site, wanted, varying), key[1:])
+            if not program.for_one_call and not self._leaves(site):
+                remember(self._programs, key, program)
         if not self.allow_unused:
             self._refuse_unused(site, program.plan)
         return program, state
@@ -380,18 +454,46 @@ class CapturedModule(nn.Module):
     def _swept(self, site: Site, plan: Plan, make: Callable[[Plan], Any], key: tuple) -> Any:
         """The program `make(plan)`, whose sweeps run flat unless one is debugging: by graphs for
         these sizes, or for all sizes where they change."""
-        if self.debug:
+        if self.debug or self._leaves(site):
             return make(plan.at(site.graph))
         if not site.open.symbols:
             return FlattenedProgram(make(plan), self._replay(site))
+        family = self._family(site, key, lambda: make(plan))
+        return OpenProgram(family, site.numbers)
+
+    def _phased(
+        self, site: Site, plan: Plan, make: Callable[[Plan, Replay], Any], key: tuple,
+        flat: bool, exact: bool,
+    ) -> Any:  # fmt: skip
+        """The program `make(plan, replay)` of phases that are flattened one by one, if at all
+        (`flat`). Where sizes change, one is made for all calls of about one size, unless `exact`,
+        and runs at the sizes of each."""
+        once = self._leaves(site)
+        if self.debug or site.asked or once or not site.open.symbols:
+            replay = self._replay(site) if flat and not once else Replay(False, None)
+            return make(plan.at(site.graph), replay)
+        size = site.numbers
+        if not exact:  # an open number may be an attribute of the network's, and no size
+            size = tuple([n.bit_length() for n in size if isinstance(n, int)])
+        here = lambda: make(plan.at(site.graph), Replay(self.compile_mode, None))  # noqa: E731
+        family = self._family(site, key, here, phased=flat)
+        program = family.programs.get(size)
+        if program is None:
+            program = here() if family.programs else family.reference
+            remember(family.programs, size, program)
+        return replace(program, replay=OpenReplay(family, site.numbers))
+
+    def _family(
+        self, site: Site, key: tuple, make: Callable[[], Any], phased: bool | None = None
+    ) -> Family:
         key = (id(site.open), site.penalised, *key)
         _, family = self._families.get(key, (None, None))
         if family is None:
-            family = Family(
-                site.open, plan, make, self.compile_mode, self.flatten_after, self.recompute
-            )
+            after = None if phased is False else self.flatten_after
+            compiler = phased is not False and self.compile_mode
+            family = Family(site.open, make(), compiler, after, self.recompute, bool(phased))
             remember(self._families, key, (site.open, family))
-        return OpenProgram(family, site.numbers, lambda: make(plan.at(site.graph)))
+        return family
 
     def _refuse_unused(self, site: Site, plan: Plan) -> None:
         for value, x in zip(site.penalised, site.call.x, strict=True):
@@ -466,6 +568,7 @@ aten = torch.ops.aten
 # all, at a normalisation, and at an activation with curvature, which they take in more steps.
 FLOPS, BYTES = 20_000, 8_000
 HOST, NORM, CURVED = 450.0, 300.0, 40.0
+PULLED, SEEDED = 24.0, 30.0  # of autograd for each v at each node; of sweeps for several v there
 LARGE = 2000.0  # the convolution from which on its weight gradient has the better kernel
 
 # A long step hides the host's work: this share of it may be lost.
@@ -518,11 +621,11 @@ def _time(microseconds: float) -> str:
     return f"{microseconds / 1000:.3g} ms"
 
 
-def choose(graph: Graph) -> Choice:
+def choose(graph: Graph, pulls: int | None = 1) -> Choice:
     """For a network on a CPU; elsewhere kernels run while the host goes on, so that sweeps are
-    never chosen against."""
+    never chosen against. pulls: how many v autograd takes one by one and the sweeps together."""
     metas = [m for m in graph.values if m is not None]
-    if any(m.device.type != "cpu" for m in metas):
+    if pulls is None or any(m.device.type != "cpu" for m in metas):
         return Choice(0.0, 0.0, 0.0, False)
     spared, work, host, attends = 0.0, 0.0, HOST, False
     for node in graph.nodes:
@@ -535,7 +638,9 @@ def choose(graph: Graph) -> Choice:
         spared += saved
         host += more
         attends |= _packet(node) is aten.scaled_dot_product_attention
-    return Choice(spared, host, STEP * work, True, attends)
+        spared += (pulls - 1) * PULLED
+        host += SEEDED if pulls > 1 else 0.0
+    return Choice(spared, host, pulls * STEP * work, True, attends)
 
 
 def _known_twice(node: Node) -> bool:

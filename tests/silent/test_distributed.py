@@ -41,7 +41,7 @@ def _worker(rank: int, names: list[str], place: str) -> None:
     )  # fmt: skip
     try:
         for name in names:
-            CASES[name](rank)
+            globals()[name](rank)
             dist.barrier()
     finally:
         time.sleep(0.2)  # gloo's threads let go of the last step; at exit they would abort
@@ -283,11 +283,11 @@ class Noting(nn.Module):
 
 
 @case
-def gradients_are_sent_while_the_last_sweep_runs(rank):
+def gradients_are_sent_while_the_last_sweep_runs(rank, compile=False):
     """Eager at the first steps, flat later; a network of several buckets is captured too."""
     net = Noting()
     twin = copy.deepcopy(net)
-    model = db.Penalised(net, db.OutputGradient(), strict=True, sweeps=True)
+    model = db.Penalised(net, db.OutputGradient(), strict=True, sweeps=True, compile=compile)
     ddp = DDP(model, bucket_cap_mb=1)
 
     def send(_, bucket):
@@ -468,6 +468,16 @@ def a_sharded_model(rank):
             assert_close(t.grad.full_tensor(), other.grad, f"step {i}, gradient of {name}")
         model.zero_grad()
         twin.zero_grad()
+
+
+def compiled_gradients_are_sent_while_the_last_sweep_runs(rank):
+    gradients_are_sent_while_the_last_sweep_runs(rank, compile=True)
+
+
+@pytest.mark.long
+def test_two_processes_compiled(tmp_path):
+    case = compiled_gradients_are_sent_while_the_last_sweep_runs
+    mp.spawn(_worker, ([case.__name__], str(tmp_path / "store")), nprocs=WORLD, join=True)
 
 
 def test_two_processes(tmp_path):

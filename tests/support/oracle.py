@@ -44,6 +44,7 @@ class Spec:
     index: int | None = None
     v: Callable | None = None
     p: Callable | None = None
+    sees_output: bool = False  # whether p is called with the output and the extras, too
     reduction: str = "mean"
     label_smoothing: float = 0.0
     class_weights: Tensor | None = None
@@ -131,12 +132,13 @@ def as_list(tree) -> list[Tensor]:
     return [tree] if isinstance(tree, Tensor) else tree_leaves(tree)
 
 
-def per_example(spec: Spec, xi: tuple[Tensor, ...]) -> Tensor:
+def per_example(spec: Spec, xi: tuple[Tensor, ...], out: Tensor | None = None) -> Tensor:
     def rows(tensors):
         return torch.cat([t.reshape(t.shape[0], -1) for t in tensors], 1)
 
     if spec.kind == "custom":
-        return spec.p(xi[0] if len(xi) == 1 else xi)
+        seen = (out, *spec.extras) if spec.sees_output else ()
+        return spec.p(xi[0] if len(xi) == 1 else xi, *seen)
     if spec.kind == "bilinear":
         return (rows(xi) * rows(as_list(spec.extras[1]))).sum(1)
     if spec.kind == "match":
@@ -193,7 +195,7 @@ def value(net, args, spec: Spec, wrt=0, output=None, kwargs=None) -> tuple[Any, 
     else:
         head, v = out, seed_at_output(spec, out)
     xi = torch.autograd.grad(head, xs, v, create_graph=True, materialize_grads=True)
-    return full, reduced(spec, per_example(spec, xi))
+    return full, reduced(spec, per_example(spec, xi, out))
 
 
 def reduced(spec: Spec, penalty: Tensor) -> Tensor:

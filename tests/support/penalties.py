@@ -62,4 +62,7 @@ def library_penalty(spec: Spec):
         return db.GradientMatch(spec.index, reduction=spec.reduction)
     if spec.kind == "bilinear":
         return db.BilinearForm(reduction=spec.reduction)
-    return db.Custom(spec.v, spec.p, extras=len(spec.extras), reduction=spec.reduction)
+    return db.Custom(
+        spec.v, spec.p, extras=len(spec.extras), sees_output=spec.sees_output,
+        reduction=spec.reduction,
+    )  # fmt: skip

@@ -36,7 +36,7 @@ MANY_SEEDS = 8192  # beyond, a user has to insist
 
 # On a CPU: bytes of the largest value under the seeds of one chunk. Beyond, kernels wait for memory
 # and the allocator for pages, which costs more than calls for fewer seeds at a time.
-NEARBY = 6 * 2**20
+NEARBY = 3_900_000
 
 # ----------------------------------------------------------------------------------------- prices
 

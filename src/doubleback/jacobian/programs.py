@@ -24,11 +24,12 @@ from torch import Tensor
 from .. import sweeps
 from ..dtypes import accumulation, lifted
 from ..errors import MemoryWarning
+from ..graph import Graph, Node
 from ..plan import Plan, Stretch, make_plan
 from ..rules import add
 from ..run import First, FlattenedProgram, FourSweeps, Replay
 from ..spaces import dual_square
-from .strategies import Candidate, Sources, finished, zero
+from .strategies import Candidate, Columns, Sources, Waist, finished, zero
 
 if TYPE_CHECKING:
     from ..penalties import Directions, SpectralNorm
@@ -55,27 +56,36 @@ class Phases(FourSweeps, ABC):
 
     replay: Replay = field(default_factory=lambda: Replay(False, None))
 
+    @property
+    def for_one_call(self) -> bool:
+        return self.replay.for_one_call
+
+    @property
+    def prelude(self) -> Sequence[Node]:
+        return self.replay.prelude(self.plan)
+
     def to_price(self, replay: Replay) -> Phases:
         return replace(self, debug=False, replay=replay)
 
     def _open(self, leaves: Mapping[int, Tensor]) -> tuple[list[Tensor], dict[int, Tensor], Swept]:
-        plan = self.plan
+        leaves = self.replay.leaves(leaves)
 
-        def run(nested: Mapping[int, Tensor]) -> Any:
-            watch = sweeps.finite_watch(plan) if self.debug else None
-            state = sweeps.forward(plan, self._laid_out(nested), watch)
-            state.values.update(self._shared(state))
+        def run(here: Phases, nested: Mapping[int, Tensor]) -> Any:
+            plan = here.plan
+            watch = sweeps.finite_watch(plan) if here.debug else None
+            state = sweeps.forward(plan, here._laid_out(nested), watch)
+            state.values.update(here._shared(state))
             given = {id(t) for t in nested.values()}
             fresh = {v: t for v, t in state.values.items() if id(t) not in given}
             passed = [v for v, t in state.values.items() if id(t) in given]
             outputs = [
                 t.clone() if id(t) in given else t
-                for t in (self._usual(state.values[v]) for v in plan.outputs)
+                for t in (here._usual(state.values[v]) for v in plan.outputs)
             ]
             mutated = {name: state.values[v] for name, v in plan.mutations.items()}
             return outputs, mutated, fresh, passed, state.saved
 
-        outputs, mutated, fresh, passed, saved = self.replay("open", run, dict(leaves))
+        outputs, mutated, fresh, passed, saved = self.replay(self, "open", run, leaves)
         values = {**fresh, **{v: leaves[v] for v in passed}}
         return outputs, mutated, Swept(values, saved, {}, None)
 
@@ -83,9 +93,7 @@ class Phases(FourSweeps, ABC):
         self, swept: Swept, sources: Sources, factor: Tensor | None,
         grads: Mapping[int, Tensor | None], keep: bool, stretches: Sequence[Stretch],
     ) -> Iterator[list[Tensor | None]]:  # fmt: skip
-        plan = self.plan
-
-        def run(nested: Any) -> Iterator[list[Tensor | None]]:
+        def run(here: Phases, nested: Any) -> Iterator[list[Tensor | None]]:
             values, saved, summed, by, given = nested
             gamma = finished(summed, values)
             if not keep:
@@ -97,16 +105,16 @@ class Phases(FourSweeps, ABC):
                 if grad is not None:
                     gamma[v] = add(gamma.get(v), grad)  # type: ignore[assignment]
             state = sweeps.State(dict(values), dict(saved)) if keep else sweeps.State(values, saved)
-            return self._second_sweep(state, gamma, keep, stretches)
+            return here._second_sweep(state, gamma, keep, stretches)
 
-        seeds = {v: g for v, g in grads.items() if g is not None and v in plan.trained}
+        seeds = {v: g for v, g in grads.items() if g is not None and v in self.plan.trained}
         nested = (swept.values, swept.saved, sources, factor, seeds)
         consume = () if keep else (swept.values, swept.saved, sources)
-        return self.replay.parts(("close", keep), run, nested, consume, len(stretches) > 1)
+        return self.replay.parts(self, ("close", keep), run, nested, consume, len(stretches) > 1)
 
     @property
     def stretches(self) -> Sequence[Stretch]:
-        return self.plan.whole if self.replay.compiler else self.plan.stretches
+        return self.plan.whole if isinstance(self.replay.compiler, str) else self.plan.stretches
 
     def _last(
         self, state: Any, extra: Sequence[Any], grad_outputs: Mapping[int, Tensor | None],
@@ -151,11 +159,20 @@ class JacobianProgram(Phases):
     decision: Decision | None = field(default=None, kw_only=True)
     joined: bool = field(default=True, kw_only=True)
 
+    @property
+    def kind(self) -> Any:
+        return self.candidate.kind
+
+    def at(self, graph: Graph) -> JacobianProgram:
+        return replace(self, plan=self.plan.at(graph), candidate=self.candidate.at(graph))
+
     def first(self, leaves: Mapping[int, Tensor], extra: Sequence[Any], keep: bool = True) -> First:
         self.replay.tick()
         outputs, mutated, swept = self._open(leaves)
         out = swept.values[self.plan.target]
-        swept.bank = self.candidate.bank(swept.state)
+        counted = isinstance(self.candidate, (Columns, Waist))  # by sizes, not off the output
+        here = self.replay.here(self) if counted else self
+        swept.bank = here.candidate.bank(swept.state)
         now = keep and self.penalty.reduction != "none"
         values, swept.sources = self._sweep(swept, self._weight(leaves, out) if now else None)
         return First(outputs, values, mutated, swept if keep else None)
@@ -163,7 +180,7 @@ class JacobianProgram(Phases):
     def step(self, leaves, extra, loss, target, weight) -> tuple:
         """All phases in one flat graph while every seed is swept at once; else phase by phase."""
         seeds = self.candidate.seeds
-        if self.debug or not self.joined or self.chunk[0] < seeds:
+        if self.debug or self.for_one_call or not self.joined or self.chunk[0] < seeds:
             return super().step(leaves, extra, loss, target, weight)
         try:
             return self._whole.step(leaves, extra, loss, target, weight)
@@ -207,14 +224,14 @@ class JacobianProgram(Phases):
     ) -> tuple[Tensor, Sources]:
         """One chunk: (its share of the penalty, `sources` with its own added)."""
 
-        def run(nested: Any) -> Any:
+        def run(here: JacobianProgram, nested: Any) -> Any:
             values, saved, seeds, by, into = nested
             state = sweeps.State(dict(values), dict(saved))
-            return self.candidate.part(state, seeds, by, into), into
+            return here.candidate.part(state, seeds, by, into), into
 
         key = ("part", bank.shape[0], weight is None, not sources)
         nested = (swept.values, swept.saved, bank, weight, sources)
-        return self.replay(key, run, nested, (sources,))
+        return self.replay(self, key, run, nested, (sources,))
 
     def _halve(self, size: int) -> None:
         if size == 1 or not self.candidate.divisible:
@@ -247,6 +264,9 @@ class SpectralProgram(Phases):
         )
         return cls(plan, penalty, debug, replay, carried=carried, pushing=pushing)
 
+    def at(self, graph: Graph) -> SpectralProgram:
+        return replace(self, plan=self.plan.at(graph), pushing=self.pushing.at(graph))
+
     def to_price(self, replay: Replay) -> SpectralProgram:
         return replace(self, debug=False, replay=replay, carried={})
 
@@ -264,14 +284,14 @@ class SpectralProgram(Phases):
         penalty = self.penalty
         v = penalty.begin(out, self.carried)
 
-        def run(nested: Any) -> Tensor:
+        def run(here: SpectralProgram, nested: Any) -> Tensor:
             values, saved, w = nested
             state = sweeps.State(dict(values), dict(saved))
             for _ in range(penalty.iterations):
-                w = penalty.normalised(self._round(state, w), w)
+                w = penalty.normalised(here._round(state, w), w)
             return w
 
-        v = self.replay("improve", run, (swept.values, swept.saved, v))
+        v = self.replay(self, "improve", run, (swept.values, swept.saved, v))
         if keep:
             penalty.carry(self.carried, out, v)
         return v
@@ -294,19 +314,19 @@ class SpectralProgram(Phases):
         ]
 
     def _measure(self, swept: Swept, weight: Tensor | None) -> tuple[Tensor, Sources]:
-        def run(nested: Any) -> tuple[Tensor, Sources]:
+        def run(here: SpectralProgram, nested: Any) -> tuple[Tensor, Sources]:
             values, saved, v, by = nested
             state = sweeps.State(dict(values), dict(saved))
-            xi = self._pulled(state, v, keep=by is not None)
-            measured, q = self.penalty.measure(xi)
+            xi = here._pulled(state, v, keep=by is not None)
+            measured, q = here.penalty.measure(xi)
             if by is None:
                 return measured, {}
-            along = self.penalty.weighted(q, xi, by)
-            start = dict(zip(self.plan.penalised, along, strict=True))
-            return measured, sweeps.tangent(self.plan, state, start)[1]
+            along = here.penalty.weighted(q, xi, by)
+            start = dict(zip(here.plan.penalised, along, strict=True))
+            return measured, sweeps.tangent(here.plan, state, start)[1]
 
         key = ("measure", weight is None)
-        return self.replay(key, run, (swept.values, swept.saved, swept.bank, weight))
+        return self.replay(self, key, run, (swept.values, swept.saved, swept.bank, weight))
 
     def _again(self, swept: Swept, weight: Tensor) -> Sources:
         return self._measure(swept, weight)[1]
@@ -379,11 +399,12 @@ class DirectionsProgram(Phases):
         return joined, torch.stack(values).sum(0) if values else None
 
     def _puller(self, swept: Along) -> Callable[[Tensor], Tensor]:
-        def run(nested: Any) -> Tensor:
+        def run(here: DirectionsProgram, nested: Any) -> Tensor:
             values, saved, z = nested
-            return self._pulled(sweeps.State(dict(values), dict(saved)), z, keep=False)[0]
+            return here._pulled(sweeps.State(dict(values), dict(saved)), z, keep=False)[0]
 
-        return lambda z: self.replay(("pull", z.shape[0]), run, (swept.values, swept.saved, z))
+        given = swept.values, swept.saved
+        return lambda z: self.replay(self, ("pull", z.shape[0]), run, (*given, z))
 
     def _pulled(self, state: sweeps.State, z: Tensor, keep: bool) -> list[Tensor]:
         """J*z⟨i⟩; a single direction goes without an axis of its own, as in the four sweeps."""
@@ -422,19 +443,19 @@ class DirectionsProgram(Phases):
     ) -> tuple[Tensor, Sources, list[Tensor]]:
         """One chunk: (its share of the penalty, `sources` with its own added, ∇p if asked for)."""
 
-        def run(nested: Any) -> Any:
+        def run(here: DirectionsProgram, nested: Any) -> Any:
             values, saved, given, by, into = nested
             state = sweeps.State(dict(values), dict(saved))
-            xi = self._pulled(state, given[0], keep=by is not None)
-            measured, q = self.penalty.measured(xi, given)
-            own = q if self.asked else []
+            xi = here._pulled(state, given[0], keep=by is not None)
+            measured, q = here.penalty.measured(xi, given)
+            own = q if here.asked else []
             if by is not None:
-                self._pushed(state, [_weighted(u, by) for u in q], into)
+                here._pushed(state, [_weighted(u, by) for u in q], into)
             return measured, into, own
 
         key = ("part", weight is None, not sources)
         nested = (swept.values, swept.saved, bank, weight, sources)
-        return self.replay(key, run, nested, (sources,))
+        return self.replay(self, key, run, nested, (sources,))
 
     def _pushed(self, state: sweeps.State, q: list[Tensor], sources: Sources) -> None:
         watch = sweeps.finite_watch(self.plan) if self.debug else None

@@ -24,7 +24,8 @@ The ways; what each costs is for `planner` to say:
 Each candidate's `part(state, bank, weight, sources)` sweeps the seeds of one slice of its bank,
 returns the penalty per example and adds the curvature sources for the gradient of Σ_b
 weight_b·penalty_b. Without a weight there is no gradient, and the tangents are not swept.
-`prepare(state)` yields what all parts share.
+`prepare(state)` yields what all parts share; `at(graph)` is the same candidate at other sizes,
+`kind` tells it from others for the same network.
 """
 
 from __future__ import annotations
@@ -79,6 +80,14 @@ class Segment:
     trained: frozenset[int]
     space: Any
     watch: Callable | None = None
+
+    def at(self, graph: Graph) -> Segment:
+        """The same segment at other sizes."""
+        return replace(self, body=self.body.at(graph))
+
+    @property
+    def kind(self) -> tuple:
+        return self.start, self.stop, self.by_rows, self.read, self.gram
 
     @property
     def seeds(self) -> int:
@@ -402,6 +411,13 @@ class Rows:
     divisible: bool = True
 
     @property
+    def kind(self) -> tuple:
+        return self.name, self.segment.kind
+
+    def at(self, graph: Graph) -> Rows:
+        return replace(self, segment=self.segment.at(graph))
+
+    @property
     def seeds(self) -> int:
         return self.penalty.seed_count(self.segment.body.graph.shape(self.target))
 
@@ -446,6 +462,13 @@ class Columns:
     target: int
     name: str = "columns"
     divisible: bool = True
+
+    @property
+    def kind(self) -> tuple:
+        return self.name, self.segment.kind
+
+    def at(self, graph: Graph) -> Columns:
+        return replace(self, segment=self.segment.at(graph))
 
     @property
     def seeds(self) -> int:
@@ -514,6 +537,13 @@ class Waist:
     divisible: bool = False
 
     @property
+    def kind(self) -> tuple:
+        return self.name, self.before.kind, self.behind.kind
+
+    def at(self, graph: Graph) -> Waist:
+        return replace(self, before=self.before.at(graph), behind=self.behind.at(graph))
+
+    @property
     def seeds(self) -> int:
         return self.before.seeds
 
@@ -572,6 +602,13 @@ class Diagonal:
     name: str = "diagonal"
     divisible: bool = False
     seeds: int = 1
+
+    @property
+    def kind(self) -> tuple:
+        return (self.name,)
+
+    def at(self, graph: Graph) -> Diagonal:
+        return replace(self, body=self.body.at(graph))
 
     def bank(self, state: sweeps.State) -> Tensor:
         return torch.zeros(1, dtype=torch.long, device=state.values[self.target].device)

@@ -17,6 +17,7 @@ from torch import Tensor
 from ..dtypes import accumulation, lifted
 from ..errors import InputError, PenaltyWarning, warn
 from ..jacobian import DirectionsProgram, SpectralProgram, coupling, plan_jacobian, unit_vectors
+from ..plan import Plan
 from ..rules import softmax_curvature, softmax_derivative
 from ..run import Replay, Request
 from ..spaces import Euclidean, dual_square, per_example
@@ -155,7 +156,11 @@ class Jacobian(Penalty):
         return softmax_curvature(out.softmax(-1), bank, h, -1).sum(0)
 
     def program(self, request: Request) -> Any:
-        return plan_jacobian(request.plan(), self, request.debug, _replay(self, request))
+        flat = self.fingerprint() is not None  # else a space of the caller's runs in the phases
+        return request.phased(
+            lambda plan, replay: plan_jacobian(plan, self, request.debug, replay),
+            flat, self.memory is not None,
+        )  # fmt: skip
 
     def seed(self, out: Tensor, *extra: Tensor) -> Tensor:
         raise InputError("Jacobian has many seeds; see oracle_seeds")
@@ -179,6 +184,10 @@ class Jacobian(Penalty):
     def one_seed(self) -> bool:
         return self.projections == 1
 
+    def pulls(self, out_shape: Sequence[int]) -> int | None:
+        told = self.chunk is not None or self.memory is not None or self.plan != "auto"
+        return None if told else self.seed_count(out_shape)
+
     def oracle_seeds(self, out: Tensor, x: Sequence[Tensor], *extra: Tensor) -> Sequence[Tensor]:
         """Every v⟨i⟩ by its definition, for the oracle: for softmax the rows of S themselves."""
         if self.of == "softmax" and self.projections is None:
@@ -187,6 +196,14 @@ class Jacobian(Penalty):
             return [softmax_derivative(s, e) for e in eye]
         bank = self.bank(out.detach())
         return [math.sqrt(self.scale(out.shape)) * v for v in self.vectors(out, bank)]
+
+    def quick_seed(self, out: Tensor, x: Sequence[Tensor], *extra: Tensor) -> Tensor | None:
+        if self.of == "softmax" or self.projections != 1:
+            return super().quick_seed(out, x, *extra)
+        batch, size = out.shape[0], math.prod(out.shape[1:])
+        drawn = torch.randn((batch, size, 1), dtype=torch.float32, device=out.device)
+        drawn = drawn / torch.linalg.vector_norm(drawn, dim=1, keepdim=True)
+        return math.sqrt(size) * drawn.reshape(out.shape).to(out.dtype)
 
     # ------------------------------------------------------------------------------ errors
 
@@ -291,8 +308,10 @@ class SpectralNorm(Penalty):
         return other
 
     def program(self, request: Request) -> Any:
-        replay = _replay(self, request)
-        return SpectralProgram.build(request.plan(), self, request.debug, replay, request.carried)
+        def make(plan: Plan, replay: Replay) -> SpectralProgram:
+            return SpectralProgram.build(plan, self, request.debug, replay, request.carried)
+
+        return request.phased(make, self.fingerprint() is not None, False)
 
     def start(self, out: Tensor) -> Tensor:
         """A random unit direction per example."""
@@ -370,11 +389,6 @@ class SpectralNorm(Penalty):
             f"SpectralNorm(iterations={self.iterations}, warm_start={self.warm_start}, "
             f"norm={self.norm}, reduction={self.reduction!r})"
         )
-
-
-def _replay(penalty: Penalty, request: Request) -> Replay:
-    """Flat graphs for the phases, unless a norm or space of the caller's runs in them."""
-    return request.replay if penalty.fingerprint() is not None else Replay(False, None)
 
 
 def _slot(out: Tensor) -> tuple:
@@ -494,9 +508,13 @@ class Directions(Penalty):
         )
 
     def program(self, request: Request) -> Any:
-        replay = _replay(self, request)
-        plan, asked = request.plan(), request.asked
-        return DirectionsProgram(plan, self, request.debug, replay, asked=asked)
+        def make(plan: Plan, replay: Replay) -> DirectionsProgram:
+            return self._program(plan, request, replay)
+
+        return request.phased(make, self.fingerprint() is not None, False)
+
+    def _program(self, plan: Plan, request: Request, replay: Replay) -> DirectionsProgram:
+        return DirectionsProgram(plan, self, request.debug, replay, asked=request.asked)
 
     def count(self, out_shape: Sequence[int]) -> int:
         """How many directions there are."""
@@ -761,15 +779,15 @@ class LogDet(Directions):
             )
         self.terms, self.roulette = terms, float(roulette)
 
-    def program(self, request: Request) -> Any:
-        reason = coupling(request.plan())
+    def _program(self, plan: Plan, request: Request, replay: Replay) -> DirectionsProgram:
+        reason = coupling(plan)
         if reason is not None:
             warn(
                 f"LogDet: {reason}, and then there is no determinant for each of them; use a norm "
                 "that treats examples one by one, or net.eval()",
                 PenaltyWarning,
             )
-        return super().program(request)
+        return super()._program(plan, request, replay)
 
     @property
     def fixed_rounds(self) -> bool:

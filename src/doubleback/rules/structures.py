@@ -148,9 +148,14 @@ def _without_fallback() -> Iterator[None]:
         set_vmap_fallback_enabled(allowed)
 
 
-def _try(call: Call, fn: Callable[[], Any], otherwise: Callable[[], Any]) -> Any:
-    """By vmap, or one seed after another where an operator has no batching rule."""
-    if call.node.op not in _UNMAPPED:
+FEW = 16  # seeds that one after another make no large graph
+
+
+def _try(call: Call, seeds: int, fn: Callable[[], Any], otherwise: Callable[[], Any]) -> Any:
+    """By vmap; or one seed after another where an operator has no batching rule, and for a few at
+    open sizes, which some of those rules fix (index_select, layer_norm)."""
+    few = seeds <= FEW and any(type(n) is not int for meta in call.metas for n in meta.shape)
+    if call.node.op not in _UNMAPPED and not few:
         try:
             with _without_fallback():
                 return fn()
@@ -168,6 +173,7 @@ def vmapped(pull: Callable[[Call, Any, Sequence[bool]], Tensors] | None = None) 
         fn = pull or rule.backward
         return _try(
             call,
+            seeds,
             lambda: _mapped(lambda part: tuple(fn(call, part, wanted)), (y,), seeds),
             lambda: LOOP.backward(rule, call, y, wanted, seeds),
         )  # fmt: skip
@@ -182,7 +188,7 @@ def vmapped(pull: Callable[[Call, Any, Sequence[bool]], Tensors] | None = None) 
             return out, [None if s is None else s.sum(0) for s in sources]
 
         return _try(
-            call, run, lambda: LOOP.both(rule, call, xi, q, wanted, need, seeds)
+            call, seeds, run, lambda: LOOP.both(rule, call, xi, q, wanted, need, seeds)
         )  # fmt: skip
 
     return Seeded("vmap", backward, both)

@@ -19,9 +19,10 @@ from torch import Tensor
 from .. import sweeps
 from .._torch import pytree
 from ..errors import InputError, StaleGraphError
+from ..graph import Node
 from ..plan import Stretch
 from .flattening import Replay
-from .program import First, FlattenedProgram, FourSweeps, Step, join
+from .program import First, FlattenedProgram, FourSweeps, GradientProgram, Step, join
 from .state import behind
 
 
@@ -54,11 +55,20 @@ class CallersProgram(FourSweeps):
 
     replay: Replay = field(default_factory=lambda: Replay(False, None), kw_only=True)
 
+    @property
+    def for_one_call(self) -> bool:
+        return self.replay.for_one_call
+
+    @property
+    def prelude(self) -> Sequence[Node]:
+        return self.replay.prelude(self.plan)
+
     def to_price(self, replay: Replay) -> FlattenedProgram:
         return FlattenedProgram(FourSweeps(self.plan, self.penalty, asked=self.asked), replay)
 
     def first(self, leaves: Mapping[int, Tensor], extra: Sequence[Any], keep: bool = True) -> First:
         self.replay.tick()
+        leaves = self.replay.leaves(leaves)
         outputs, mutated, values, saved = self._forward(leaves)
         given = self._given(extra)
         with torch.enable_grad():
@@ -76,7 +86,9 @@ class CallersProgram(FourSweeps):
         xi, held = self._backward(leaves, values, saved, v.detach(), keep)
         with torch.enable_grad():
             xi = [u.detach().requires_grad_() for u in xi]
-            per_example = self.penalty.value(xi, *given)
+            per_example = self.penalty.at(out, *given).value(xi, *given)
+        own = [t for t in pytree.tree_leaves(tuple(given)) if isinstance(t, Tensor)]
+        refuse_others("p", per_example, *xi, out, *own)
         state = Called(values, saved, held, out, v, xi, per_example, given)
         return per_example.detach(), state
 
@@ -86,45 +98,45 @@ class CallersProgram(FourSweeps):
             parts[i] = parts[i].detach().requires_grad_()
         return pytree.tree_unflatten(parts, spec)
 
-    def _forward(self, leaves: Mapping[int, Tensor]) -> tuple[list, dict, dict, dict]:
-        plan = self.plan
-
-        def run(given: dict[int, Tensor]) -> Any:
-            watch = sweeps.finite_watch(plan) if self.debug else None
-            state = sweeps.forward(plan, self._laid_out(given), watch)
+    def _forward(self, leaves: dict[int, Tensor]) -> tuple[list, dict, dict, dict]:
+        def run(here: CallersProgram, given: dict[int, Tensor]) -> Any:
+            plan = here.plan
+            watch = sweeps.finite_watch(plan) if here.debug else None
+            state = sweeps.forward(plan, here._laid_out(given), watch)
             own = {id(t) for t in given.values()}
             values = {v: t for v, t in state.values.items() if id(t) not in own}
             # clones: what the caller receives is not to alias an input
             outputs = [
                 t.clone() if id(t) in own else t
-                for t in (self._usual(state.values[v]) for v in plan.outputs)
+                for t in (here._usual(state.values[v]) for v in plan.outputs)
             ]
             mutated = {place: state.values[v] for place, v in plan.mutations.items()}
             passed = [v for v, t in state.values.items() if id(t) in own]
             return outputs, mutated, values, passed, state.saved
 
-        outputs, mutated, values, passed, saved = self.replay("forward", run, dict(leaves))
+        outputs, mutated, values, passed, saved = self.replay(self, "forward", run, leaves)
         return outputs, mutated, {**values, **{v: leaves[v] for v in passed}}, saved
 
     def _backward(
         self, leaves: Mapping[int, Tensor], values: dict, saved: dict, v: Tensor, keep: bool
     ) -> tuple[list[Tensor], dict[Any, Any]]:
-        plan = self.plan
-
-        def run(nested: Any) -> Any:
-            watch = sweeps.finite_watch(plan) if self.debug else None
+        def run(here: CallersProgram, nested: Any) -> Any:
+            plan, seed = here.plan, nested[2]
+            watch = sweeps.finite_watch(plan) if here.debug else None
             state = sweeps.State(dict(nested[0]), dict(nested[1]))
-            xi = sweeps.backward(plan, state, nested[2], keep=keep, watch=watch)
+            rows = here._rows(seed, plan.target)
+            xi = sweeps.backward(plan, state, seed, keep=keep, watch=watch, seeds=rows)
             return list(xi), state.xi
 
-        xi, held = self.replay(("backward", keep), run, (values, saved, v))
-        zeros = [torch.zeros_like(leaves[x]) if u is None else u
-                 for x, u in zip(plan.penalised, xi, strict=True)]  # fmt: skip
-        return zeros, held
+        xi, held = self.replay(self, ("backward", keep), run, (values, saved, v))
+        front = v.shape[: v.dim() - values[self.plan.target].dim()]
+        full = [leaves[x].new_zeros(*front, *leaves[x].shape) if u is None else u
+                for x, u in zip(self.plan.penalised, xi, strict=True)]  # fmt: skip
+        return full, held
 
     @property
     def stretches(self) -> Sequence[Stretch]:
-        return self.plan.whole if self.replay.compiler else self.plan.stretches
+        return self.plan.whole if isinstance(self.replay.compiler, str) else self.plan.stretches
 
     def _last(
         self, state: Called, extra: Sequence[Any], grad_outputs: Mapping[int, Tensor | None],
@@ -136,8 +148,10 @@ class CallersProgram(FourSweeps):
         if grad_values is not None:
             parts = pytree.tree_leaves(tuple(state.given))
             asked = [parts[i] for i in self.asked]
-            q, own = _pulled(state.per_example, state.xi, asked, grad_values, keep)
+            (*q, seen), own = self._starts(state, grad_values, asked, keep)
             h, gamma = self._tangent(state, q, keep)
+            if plan.target in plan.trained:
+                join(gamma, plan.target, seen)
             if h is not None and state.v.requires_grad:
                 (head,), more = _pulled(state.v, [state.out], asked, h, keep)
                 own = [a if b is None else b if a is None else a + b
@@ -149,38 +163,45 @@ class CallersProgram(FourSweeps):
                 join(gamma, v, grad)
         return own, self._second(state, gamma, keep, stretches)
 
+    def _starts(
+        self, state: Called, along: Any, asked: Sequence[Tensor], keep: bool
+    ) -> tuple[Sequence[Tensor | None], list[Tensor | None]]:
+        """(q₀ at each penalised input, and the gradient by p of the output; that of what is
+        asked)."""
+        return _pulled(state.per_example, [*state.xi, state.out], asked, along, keep)
+
     def _tangent(
         self, state: Called, q: Sequence[Tensor | None], keep: bool
     ) -> tuple[Tensor | None, dict[int, Tensor]]:
-        plan = self.plan
-
-        def run(nested: Any) -> Any:
-            watch = sweeps.finite_watch(plan) if self.debug else None
+        def run(here: CallersProgram, nested: Any) -> Any:
+            watch = sweeps.finite_watch(here.plan) if here.debug else None
             values, saved, held, start = nested
             inner = sweeps.State(dict(values), dict(saved), dict(held))
-            return sweeps.tangent(plan, inner, dict(start), watch=watch)
+            rows = next((here._rows(u, v) for v, u in start.items()), None)
+            return sweeps.tangent(here.plan, inner, dict(start), watch=watch, seeds=rows)
 
-        start = {v: u for v, u in zip(plan.penalised, q, strict=True) if u is not None}
+        start = {v: u for v, u in zip(self.plan.penalised, q, strict=True) if u is not None}
         nested = (state.values, state.saved, state.held, start)
-        return self.replay("tangent", run, nested, () if keep else (state.held, start))
+        return self.replay(self, "tangent", run, nested, () if keep else (state.held, start))
 
     def _second(
         self, state: Called, gamma: dict, keep: bool, stretches: Sequence[Stretch]
     ) -> Iterator[list[Tensor | None]]:
-        def run(nested: Any) -> Iterator[list[Tensor | None]]:
+        def run(here: CallersProgram, nested: Any) -> Iterator[list[Tensor | None]]:
             values, saved, start = nested
             inner = sweeps.State(dict(values), dict(saved))
-            return self._second_sweep(inner, dict(start), False, stretches)
+            return here._second_sweep(inner, dict(start), False, stretches)
 
         nested = (state.values, state.saved, gamma)
         consume = () if keep else (state.values, state.saved, gamma)
-        return self.replay.parts("second", run, nested, consume, len(stretches) > 1)
+        return self.replay.parts(self, "second", run, nested, consume, len(stretches) > 1)
 
     def step(
         self, leaves: Mapping[int, Tensor], extra: Sequence[Any], loss: Any, target: Any,
         weight: Tensor | None,
     ) -> Step:  # fmt: skip
         self.replay.tick()
+        leaves = self.replay.leaves(leaves)
         outputs, mutated, values, saved = self._forward(leaves)
         plan, penalty = self.plan, self.penalty
         given = self._given(extra)
@@ -207,6 +228,34 @@ class CallersProgram(FourSweeps):
         weights = penalty.unreduce(weights, per_example.shape[0])
         grads = self.last(state, extra, {plan.target: grad_out}, weights)
         return outputs, loss_value, value, grads, mutated
+
+
+@dataclass(frozen=True, eq=False)
+class CallersGradient(CallersProgram, GradientProgram):
+    """The gradient itself, for a v that is a caller's own."""
+
+    def first(self, leaves: Mapping[int, Tensor], extra: Sequence[Any], keep: bool = True) -> First:
+        self.replay.tick()
+        leaves = self.replay.leaves(leaves)
+        outputs, mutated, values, saved = self._forward(leaves)
+        with torch.enable_grad():
+            out = values[self.plan.target].detach().requires_grad_()
+            v = self.penalty.seed(out)
+        refuse_others("v", v, out)
+        xi, held = self._backward(leaves, values, saved, v.detach(), keep)
+        xi = self._measured(sweeps.State(values, saved, held), xi, extra)
+        state = Called(values, saved, held, out, v, [], out, ())
+        return First(outputs, xi, mutated, state if keep else None)
+
+    def _starts(
+        self, state: Called, along: Any, asked: Sequence[Tensor], keep: bool
+    ) -> tuple[Sequence[Tensor | None], list[Tensor | None]]:
+        metas = [self.plan.graph.values[v] for v in self.plan.penalised]
+        q = [
+            None if u is None else u.to(meta.dtype)  # type: ignore[union-attr]
+            for u, meta in zip(along, metas, strict=True)
+        ]
+        return [*q, None], []
 
 
 def _gradient(losses: Any, out: Tensor) -> Tensor:

@@ -13,8 +13,10 @@ all questions alike (`Variant`), and another one is made where they do not.
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -133,7 +135,8 @@ class Flat:
 
     leaves: that result flattened: for a tensor the number of its place, for a tensor that is an
     input unchanged an `Input`, for anything else the constant itself in a 1-tuple.
-    inputs, results: with open sizes, stand-ins without numbers, for tracing the next graph.
+    inputs, results: with open sizes, stand-ins without numbers, for tracing the next graph; number:
+    of a phase, its place among those of its variant.
     """
 
     run: Callable[[list[Any]], Sequence[Tensor]]
@@ -142,10 +145,13 @@ class Flat:
     operations: Operations
     inputs: Sequence[Tensor] = ()
     results: Sequence[Tensor] = ()
+    number: int = 0
 
     def __call__(self, tensors: list[Any]) -> Any:
         """The nested result."""
-        results = self.launch(tensors)
+        return self.nested(self.launch(tensors))
+
+    def nested(self, results: Sequence[Tensor]) -> Any:
         filled = [results[x] if isinstance(x, int) else x[0] for x in self.leaves]  # type: ignore[index]
         return put(self.spec, iter(filled))
 
@@ -195,7 +201,7 @@ def flatten(
     """Trace `fn(tensors)`, which returns nested tensors and constants, and compile the trace.
 
     pass_inputs: an input that is returned unchanged does not travel through the graph. variant: for
-    open sizes; then it is `fn(program, tensors)`, program being the variant's at open sizes.
+    open sizes; then it is `fn(numbers, tensors)`, numbers being those of the open graph's symbols.
     recompute: what a compiler may compute again instead of holding it (`inductor.shorten`).
     """
     sizes = [] if variant is None else variant.numbers
@@ -205,7 +211,7 @@ def flatten(
 
     def flat(*given: Any) -> list[Tensor]:
         inner = given[count:]
-        result = fn(inner) if variant is None else fn(variant.program(given[:count]), inner)
+        result = fn(inner) if variant is None else fn(given[:count], inner)
         leaves: list[Any] = []
         spec[:] = [take(result, leaves)]
         number = {id(t): i for i, t in enumerate(inner)} if pass_inputs else {}
@@ -264,6 +270,8 @@ class Replay:
     With a compiler from the first call on; otherwise after `after` calls, node by node until then.
     """
 
+    for_one_call = False
+
     def __init__(
         self, compiler: bool | str, after: int | None, recompute: bool | None = False
     ) -> None:
@@ -276,6 +284,10 @@ class Replay:
         """Count one more call; whether graphs are to be used from now on."""
         self.calls += 1
         return self.ready
+
+    def prelude(self, plan: Plan) -> Sequence[Node]:
+        """What runs before the sweeps of this call."""
+        return plan.prelude
 
     @property
     def ready(self) -> bool:
@@ -312,66 +324,89 @@ class Replay:
                 self.after = None
         return flat
 
+    def leaves(self, leaves: Mapping[int, Tensor]) -> dict[int, Tensor]:
+        """What a program starts from, as its phases take it."""
+        return dict(leaves)
+
     def __call__(
-        self, key: Any, fn: Callable[[Any], Any], item: Any, consume: Sequence[dict] = ()
-    ) -> Any:
-        """fn(item), flat where graphs are used. consume: dictionaries in `item` that may be
-        emptied, so that their tensors are freed at their last use."""
-        if not self.ready:
-            return fn(item)
-        pack = Pack(item)
-        given = (key, pack.key)
-        flat = self.get(given, lambda tensors: fn(pack.rebuild(tensors)), pack.tensors)
-        if flat is None:
-            return fn(item)
+        self, program: Any, key: Any, fn: Callable[[Any, Any], Any], item: Any,
+        consume: Sequence[dict] = (),
+    ) -> Any:  # fmt: skip
+        """fn(program, item), flat where graphs are used. consume: dictionaries in `item` that may
+        be emptied, so that their tensors are freed at their last use."""
+        found = self._find(program, key, fn, item)
+        if found is None:
+            return fn(self.here(program), item)
+        flat, tensors = found
         for part in consume:
             part.clear()
-        return flat(pack.tensors)
+        return self._launch(flat, tensors)
+
+    def _launch(self, flat: Flat, tensors: list[Any]) -> Any:
+        return flat(tensors)
 
     def parts(
-        self, key: Any, fn: Callable[[Any], Iterator[list]], item: Any,
+        self, program: Any, key: Any, fn: Callable[[Any, Any], Iterator[list]], item: Any,
         consume: Sequence[dict] = (), several: bool = True,
     ) -> Iterator[list]:  # fmt: skip
         """The same of an fn that yields lists of gradients: several, or one."""
-        if not self.ready:
-            yield from fn(item)
-            return
         if not several:
-            yield self(key, lambda given: next(fn(given)), item, consume)
+            yield self(program, key, lambda here, given: next(fn(here, given)), item, consume)
             return
-        pack = Pack(item)
-        given = (key, "in parts", pack.key)
-        flat = self.get(given, lambda tensors: in_parts(fn(pack.rebuild(tensors))), pack.tensors)
-        if flat is None:
-            yield from fn(item)
+        flattened = lambda here, given: in_parts(fn(here, given))  # noqa: E731
+        found = self._find(program, (key, "in parts"), flattened, item)
+        if found is None:
+            yield from fn(self.here(program), item)
             return
+        flat, tensors = found
         for part in consume:
             part.clear()
-        yield from flat.parts(pack.tensors)
+        yield from flat.parts(tensors)
+
+    def here(self, program: Any) -> Any:
+        """The program at this call's sizes."""
+        return program
+
+    def _find(self, program: Any, key: Any, fn: Callable, item: Any) -> tuple[Flat, list] | None:
+        """(the flat graph of fn(program, item), what it takes); None where there is none."""
+        if not self.ready:
+            return None
+        pack = Pack(item)
+        run = lambda tensors: fn(program, pack.rebuild(tensors))  # noqa: E731
+        flat = self.get((key, pack.key), run, pack.tensors)
+        return None if flat is None else (flat, pack.tensors)
 
 
 # --------------------------------------------------------------------------- for all sizes
 
 
 VARIANTS = 4  # flat graphs of one program that answer questions about sizes differently
+PHASES = 32  # flat graphs of a program's phases that one of these holds
 
 
 class Family:
     """The flat graphs that the programs of one open graph share, whatever their sizes.
 
-    plan: at any sizes; make(plan): the program over it; after: calls before graphs are made.
+    reference: one of these programs, at any sizes; after: calls before graphs are made; phased:
+    whether the program has its phases flattened one by one (`OpenReplay`). Where these cannot be
+    for all sizes, a compiler's are for each size (`fixed`).
     """
 
     def __init__(
-        self, graph: Graph, plan: Plan, make: Callable[[Plan], Any], compiler: bool | str,
-        after: int | None, recompute: bool | None,
+        self, graph: Graph, reference: Any, compiler: bool | str, after: int | None,
+        recompute: bool | None, phased: bool = False,
     ) -> None:  # fmt: skip
-        self.graph, self.plan, self.make = graph, plan, make
+        self.graph, self.reference, self.phased = graph, reference, phased
+        self.programs: dict[Any, Any] = {}  # others, by about which sizes they were made for
+        self.fixed = Replay(compiler, None, recompute)
         self.compiler, self.recompute = compiler, recompute
         self.after = 0 if compiler else after
         self.calls = 0
         self.variants: list[Variant] = []
-        self.reference = make(plan)
+
+    @property
+    def plan(self) -> Plan:
+        return self.reference.plan
 
     def variant(self, numbers: Sequence[Any]) -> Variant | None:
         """The one whose guards hold for these numbers; None where sweeps run node by node."""
@@ -388,8 +423,24 @@ class Family:
 
     def program(self, numbers: Sequence[Any]) -> Any:
         """The program at these numbers, which may be symbols."""
-        own = len(self.graph.symbols)
-        return self.make(self.plan.at(self.graph.at(tuple(numbers[:own]))))
+        return self.reference.at(self.graph_at(numbers))
+
+    def graph_at(self, numbers: Sequence[Any]) -> Graph:
+        return self.graph.at(tuple(numbers[: len(self.graph.symbols)]))
+
+    @cached_property
+    def shapes(self) -> Callable[[Sequence[Any]], Sequence[tuple]]:
+        """A function from numbers to the shapes that a tensor from outside may have: those of the
+        target, with and without its axes joined, of the swept inputs and of the other outputs, and
+        a column of each."""
+        plan, shape = self.plan, self.graph.shape
+        own = [shape(v) for v in (plan.target, *plan.penalised, *plan.outputs)]
+        joined = [
+            (s[0], math.prod(s[1:])) for s in own[:1] if s and all(type(n) is int for n in s[1:])
+        ]
+        columns = [s[:1] for s in own if s]
+        found = [s for s in (*own, *joined, *columns) if any(type(n) is not int for n in s)]
+        return self.graph.filler(tuple(dict.fromkeys(found)))
 
     def is_open(self, value: int) -> bool:
         """Whether a value's shape depends on the call's sizes."""
@@ -425,6 +476,7 @@ class Variant:
         self.fakes = FakeTensorMode(shape_env=self.env, allow_non_fake_inputs=True)
         self.numbers = [self._symbol(n, i) for i, n in enumerate(numbers)]
         self._flat: dict[Any, Flat] = {}
+        self.made: list[Flat] = []  # those of phases
         self._guards: tuple[int, Callable] = (-1, lambda *_: ())
 
     def _symbol(self, number: int, i: int) -> Any:
@@ -444,11 +496,11 @@ class Variant:
     def get(
         self,
         key: Any,
-        fn: Callable[[Any, Sequence[Tensor]], Any],
+        fn: Callable[[Sequence[Any], Sequence[Tensor]], Any],
         stand_ins: Callable[[], list[Tensor]],
         pass_inputs: bool = False,
     ) -> Flat | None:
-        """The flat graph of fn(program, tensors); stand_ins(): the tensors without numbers. None as
+        """The flat graph of fn(numbers, tensors); stand_ins(): the tensors without numbers. None as
         for `Replay.get`."""
         flat = self._flat.get(key)
         if flat is None:
@@ -463,20 +515,46 @@ class Variant:
                 raise
             except Exception as error:
                 let_through(error, handled)
-                if self.family.compiler:
+                if self.family.compiler and not self.family.phased:
                     raise
                 self.family.give_up()
         return flat
 
-    def program(self, numbers: Sequence[Any]) -> Any:
-        """The program at these numbers, which may be symbols."""
-        return self.family.program(numbers)
+    def phase(
+        self, key: Any, fn: Callable[[Sequence[Any], Sequence[Tensor]], Any],
+        tensors: Sequence[Tensor], origins: Sequence[Any],
+    ) -> Flat | None:  # fmt: skip
+        """The flat graph of a program's phase; origins: see `OpenReplay`."""
+        flat = self._flat.get(key)
+        if flat is None and len(self.made) < PHASES:
+            pairs = list(zip(tensors, origins, strict=True))
+            flat = self.get(key, fn, lambda: [self._stand_in(*pair) for pair in pairs])
+            if flat is not None:
+                flat = self._flat[key] = replace(flat, number=len(self.made))
+                self.made.append(flat)
+        return flat
+
+    def _stand_in(self, tensor: Tensor, origin: Any) -> Tensor:
+        """A tensor without numbers for one of this origin."""
+        kind, *rest = origin
+        if kind == "result":
+            return self.made[rest[0]].results[rest[1]]
+        if kind == "leaf":
+            return self.like(tensor, self.metas[rest[0]].shape)
+        if kind == "closed":
+            return self.like(tensor, tensor.shape)
+        front, number = rest[:2]
+        return self.like(tensor, (*front, *self.shapes[number]))
+
+    @cached_property
+    def shapes(self) -> Sequence[Any]:
+        """Those that a tensor from outside may have, sizes being symbols."""
+        return self.family.shapes(self.numbers)
 
     @cached_property
     def metas(self) -> Sequence[Any]:
         """What is known of the graph's values, sizes being symbols."""
-        own = len(self.family.graph.symbols)
-        return self.family.graph.at(tuple(self.numbers[:own])).values
+        return self.family.graph_at(self.numbers).values
 
     def like(self, tensor: Tensor, shape: Sequence[Any]) -> Tensor:
         """A tensor without numbers: of symbolic shape, or of the shape and strides it has."""
@@ -486,3 +564,92 @@ class Variant:
                     tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
                 )
             return torch.empty(tuple(shape), dtype=tensor.dtype, device=tensor.device)
+
+
+class OpenReplay(Replay):
+    """The flat graphs of one call's phases, for all sizes; its family keeps them.
+
+    What a phase takes is a value of the graph, a result of an earlier phase, or comes from outside
+    (a caller's v, seeds, weights). How the sizes of the first two depend on the open ones is known.
+    The others have one of a few shapes (`Family.shapes`), with an axis of seeds in front or not;
+    which, is found from this call's numbers and part of the graph's key, so that it is never
+    assumed.
+    """
+
+    for_one_call = True
+
+    def __init__(self, family: Family, numbers: tuple) -> None:
+        super().__init__(family.compiler, None, family.recompute)
+        self.family, self.numbers = family, numbers
+        self.variant: Variant | None = None
+        self._here: Any = None  # the program at these numbers, once it is needed
+        self._origins: dict[int, tuple[weakref.ref[Tensor], Any]] = {}  # by id
+
+    def tick(self) -> bool:
+        self.variant = self.family.variant(self.numbers)
+        return self.ready
+
+    @property
+    def ready(self) -> bool:
+        return self.variant is not None
+
+    def prelude(self, plan: Plan) -> Sequence[Node]:
+        return self.family.prelude_at(self.numbers)
+
+    def here(self, program: Any) -> Any:
+        if self._here is None:
+            self._here = program.at(self.family.graph_at(self.numbers))
+        return self._here
+
+    def leaves(self, leaves: Mapping[int, Tensor]) -> dict[int, Tensor]:
+        taken = {v: t.contiguous() if self.family.is_open(v) else t for v, t in leaves.items()}
+        for v, t in taken.items():
+            known = t.dtype if self.family.is_open(v) else kind(t)
+            self._origins[id(t)] = weakref.ref(t), ("leaf", v, known)
+        return taken
+
+    def _find(self, program: Any, key: Any, fn: Callable, item: Any) -> tuple[Flat, list] | None:
+        variant = self.variant
+        if self.family.after is None:  # given up
+            return self.family.fixed._find(self.here(program), key, fn, item)
+        if variant is None:
+            return None
+        pack = Pack(item)
+        tensors, origins = [], []
+        for t in pack.tensors:
+            ref, origin = self._origins.get(id(t), (None, None))
+            if ref is None or ref() is not t:
+                t = t.contiguous()
+                origin = self._outside(t)
+            tensors.append(t)
+            origins.append(origin)
+        own = (pack.structure, tuple(pack.places), tuple(pack.others), tuple(origins))
+        key = (key, program.kind, own)
+
+        def run(numbers: Sequence[Any], given: Sequence[Tensor]) -> Any:
+            return fn(program.at(self.family.graph_at(numbers)), pack.rebuild(given))
+
+        flat = variant.phase(key, run, tensors, origins)
+        if flat is not None:
+            return flat, [*self.numbers, *tensors]
+        return self._find(program, key, fn, item) if self.family.after is None else None
+
+    def _outside(self, t: Tensor) -> tuple:
+        """The origin of a tensor that is no value and no result."""
+        shape = tuple(t.shape)
+        if t.is_floating_point():
+            for i, like in enumerate(self._shapes):
+                count = len(shape) - len(like)
+                if 0 <= count <= 1 and shape[count:] == like:
+                    return "like", shape[:count], i, t.dtype
+        return "closed", shape, t.dtype
+
+    @cached_property
+    def _shapes(self) -> Sequence[tuple]:
+        return self.family.shapes(self.numbers)
+
+    def _launch(self, flat: Flat, tensors: list[Any]) -> Any:
+        results = flat.launch(tensors)
+        for i, t in enumerate(results):
+            self._origins[id(t)] = weakref.ref(t), ("result", flat.number, i)
+        return flat.nested(results)

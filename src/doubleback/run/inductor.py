@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -30,6 +31,7 @@ from .._torch import FakeTensorMode, OpOverload, TracingContext, tracing
 from ..counting import flop_registry
 from ..graph import draws
 from ..kernels import BOUNDARY, opaque
+from .straight_line import HANDED
 
 aten = torch.ops.aten
 
@@ -83,6 +85,12 @@ def compiled(
     hold(graph, recompute)
     if isinstance(compiler, str):
         return _by_dynamo(graph, compiler)
+    if any(node.target is HANDED for node in graph.graph.nodes):
+        return in_pieces(graph, lambda piece, _: _when_called(piece))
+    return _when_called(graph)
+
+
+def _when_called(graph: torch.fx.GraphModule) -> Callable:
     runs: dict[bool, Callable] = {}
 
     def call(tensors: list[Tensor]) -> Sequence[Tensor]:
@@ -121,9 +129,114 @@ def compiled_open(
 ) -> Callable:
     """The graph, traced with open sizes on these stand-ins, by Inductor."""
     hold(graph, recompute)
-    with tracing(TracingContext(fakes)), heuristics(), quiet():
-        run = _torch.compile_fx(_torch.GmWrapper(graph, list), list(given))
-    return laid_out(graph.graph, given, run)
+
+    def compile_(piece: torch.fx.GraphModule, given: Sequence[Any]) -> Callable:
+        with tracing(TracingContext(fakes)), heuristics(), quiet():
+            run = _torch.compile_fx(_torch.GmWrapper(piece, list), list(given))
+        return laid_out(piece.graph, given, run)
+
+    if any(node.target is HANDED for node in graph.graph.nodes):
+        return in_pieces(graph, compile_)
+    return compile_(graph, given)
+
+
+def in_pieces(
+    module: torch.fx.GraphModule, compile_: Callable[[torch.fx.GraphModule, list[Any]], Callable]
+) -> Callable:
+    """A graph that hands gradients over before its end, as `straight_line.boxed` would run it: a
+    generator that lays them into the list of its inputs and waits. It is cut there, and each piece
+    is compiled by itself; compile_: with stand-ins for its inputs."""
+    number, pieces = 0, {}
+    ends: list[Node] = []
+    for node in module.graph.nodes:
+        if node.target is HANDED:
+            ends.append(node)
+            number += 1
+        elif node.target is operator.getitem:  # a part of what was computed before
+            pieces[node] = pieces[node.args[0]]
+        else:
+            pieces[node] = -1 if node.op == "placeholder" else number
+    inputs = [node for node in module.graph.nodes if node.op == "placeholder"]
+    parts = [_Piece(k, end, pieces) for k, end in enumerate(ends)]
+    later: set[Node] = set()
+    for part in reversed(parts):
+        part.hand_on(later)
+        later |= set(part.reads)
+    for part in parts:
+        if part.results:
+            given = [node.meta.get("val") for node in part.reads]
+            part.run = compile_(part.graph_module(module), given)
+
+    def generate(tensors: list[Any]) -> Iterator[None]:
+        values = dict(zip(inputs, tensors, strict=True))
+        tensors.clear()
+        for part in parts:
+            tensors.append(part(values))
+            yield
+
+    return generate
+
+
+class _Piece:
+    """The part of a graph that ends where gradients are handed over, by `end`.
+
+    reads: what it takes of inputs and earlier pieces; results: gradients and what later pieces
+    read; dropped: what nobody reads after it.
+    """
+
+    def __init__(self, number: int, end: Node, pieces: dict[Node, int]) -> None:
+        self.handed: list[Node] = list(end.args[0])  # type: ignore[arg-type]
+        self.run: Callable[[list[Any]], Sequence[Any]] = lambda _: ()
+        own = [n for n, k in pieces.items() if k == number and n.op == "call_function"]
+        self.body: dict[Node, None] = {}  # in order
+        self.reads: list[Node] = []
+        self._take([*own, *self.handed], set(own))
+        self.own = set(own)
+
+    def _take(self, nodes: Sequence[Node], own: set[Node]) -> None:
+        """Into the body, behind what they are computed from. What an earlier piece computed is
+        read; views, sizes and constants, which cost nothing, are had again."""
+        for node in nodes:
+            if node in self.body or node in self.reads:
+                continue
+            if node.op == "placeholder" or (node not in own and not _free(node)):
+                self.reads.append(node)
+            else:
+                self._take(node.all_input_nodes, own)
+                self.body[node] = None
+
+    def hand_on(self, later: set[Node]) -> None:
+        """later: all that later pieces read."""
+        self.kept = [n for n in self.body if n in self.own and n in later]
+        self.dropped = [n for n in self.reads if n not in later]
+        self.results = [*self.handed, *self.kept]
+
+    def graph_module(self, module: torch.fx.GraphModule) -> torch.fx.GraphModule:
+        graph = Graph()
+        new: dict[Node, Node] = {}
+        for node in (*self.reads, *self.body):
+            if node.op in ("placeholder", "get_attr") or node in self.body:
+                new[node] = graph.node_copy(node, new.__getitem__)
+            else:
+                new[node] = graph.placeholder(node.name)
+                new[node].meta = dict(node.meta)
+        graph.output([new[n] for n in self.results])
+        return torch.fx.GraphModule(module, graph)
+
+    def __call__(self, values: dict[Node, Any]) -> list[Tensor]:
+        """The gradients; `values` is left with what later pieces read."""
+        given = [values[n] for n in self.reads]
+        for node in self.dropped:
+            del values[node]
+        results = list(self.run(given))
+        values.update(zip(self.kept, results[len(self.handed) :], strict=True))
+        return results[: len(self.handed)]
+
+
+def _free(node: Node) -> bool:
+    """Whether it costs nothing to have it again: a constant, a view, a size."""
+    value = node.meta.get("val")
+    return node.op == "get_attr" or is_view(node) or isinstance(value, int | torch.SymInt)
 
 
 def laid_out(graph: Graph, given: Sequence[Any], run: Callable) -> Callable:
@@ -202,22 +315,26 @@ def quiet() -> Iterator[None]:
 @contextmanager
 def sound() -> Iterator[None]:
     """A context in which Inductor keeps readers of a tensor behind its writers (an index_add, a
-    scatter).
+    scatter), and writes into no memory that is seen from several places.
 
     To fuse two loops on a CPU, PyTorch changes the ranges of one and finds out anew what it reads,
     by the names that tensors had before anything was written into them: a reader that comes after a
     scatter then counts as one before it, and may run before it. Before 2.13 it also forgets that a
     writer waits for the readers of the old values. Names and waits are put right. Before 2.13 the
     settings are those of all threads, too, so that one at a time compiles.
+
+    And where nobody reads a tensor again, it writes into it instead of a copy, without a look at
+    its strides: into an expanded one (as vmap makes of zeros) it adds for all of its rows at once.
     """
     _keep_names()
+    _keep_copies()
     turn = _torch.compile_lock if _torch.before(2, 13) else nullcontext()
     with turn, _torch.inductor_config.patch(SOUND):
         yield
 
 
-# One less than usual, so that no graph from before is found in the caches on disk.
-SOUND = {"max_fusion_size": 63}
+# Two less than usual, so that no graph from before is found in the caches on disk.
+SOUND = {"max_fusion_size": 62}
 
 
 @cache
@@ -233,6 +350,32 @@ def _keep_names() -> None:
         self.set_read_writes(found.rename(self.mutation_renames))
 
     node.recompute_size_and_body = recompute  # type: ignore[method-assign]
+
+
+@cache
+def _keep_copies() -> None:
+    for op, how in list(_torch.inplaceable_ops.items()):
+
+        def check(node: Node, how: Any = how) -> bool:
+            written = [node.args[i] for i in how.mutated_args]
+            return how.extra_check(node) and not any(map(_overlaps, written))
+
+        _torch.inplaceable_ops[op] = replace(how, extra_check=check)
+
+
+def _overlaps(node: Any) -> bool:
+    """Whether several entries of a tensor may lie in one place. An open size counts as two."""
+    value = node.meta.get("val") if isinstance(node, Node) else None
+    if not isinstance(value, Tensor):
+        return False
+    pairs = zip(value.stride(), value.shape, strict=True)
+    known = [(step, n) if type(n) is int else (step, 2) for step, n in pairs if type(step) is int]
+    reach = 0  # of the axes so far
+    for step, n in sorted(known):
+        if n > 1 and step <= reach:
+            return True
+        reach += step * (n - 1)
+    return False
 
 
 @cache

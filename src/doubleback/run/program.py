@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .. import sweeps
 from .._torch import pytree
-from ..graph import Node
+from ..graph import Graph, Node
 from ..kernels import taps_first
 from ..plan import Plan, Stretch
 from ..rules import add
@@ -127,18 +127,19 @@ class Request:
     """What a penalty makes its program for.
 
     plan(): the plan at this call's sizes; asked: the places of those among the penalty's own
-    tensors that ask for a gradient; replay: flat graphs for parts of the program; carried: what
-    earlier calls left for later ones; known: whether no loss beside the penalty is a caller's code;
-    whole(make): the program `make(plan)`, with all of its sweeps flattened together.
+    tensors that ask for a gradient; carried: what earlier calls left for later ones; known: whether
+    no loss beside the penalty is a caller's code; whole(make): the program `make(plan)`, with all
+    of its sweeps flattened together; phased(make, flat, exact): `make(plan, replay)`, of phases
+    that are flattened one by one if `flat`; exact: made for the very sizes of a call.
     """
 
     plan: Callable[[], Plan]
     asked: tuple[int, ...]
     debug: bool
-    replay: Replay
     carried: dict[Any, Tensor]
     known: bool
     whole: Callable[[Callable[[Plan], FourSweeps]], Program]
+    phased: Callable[[Callable[[Plan, Replay], Any], bool, bool], Program]
 
 
 # ----------------------------------------------------------------------------- node by node
@@ -155,6 +156,7 @@ class FourSweeps:
     for_one_call = False
     decision = None
     pulls = None
+    kind: ClassVar[Any] = None  # which of several programs for one plan, where there are such
 
     plan: Plan
     penalty: Any
@@ -165,6 +167,10 @@ class FourSweeps:
     def prelude(self) -> Sequence[Node]:
         """What runs before the sweeps, under autograd."""
         return self.plan.prelude
+
+    def at(self, graph: Graph) -> Any:
+        """The same program at other sizes."""
+        return replace(self, plan=self.plan.at(graph))
 
     def to_price(self, replay: Any) -> Any:
         """The same program, to be run once on tensors without numbers: nothing is checked and
@@ -196,7 +202,8 @@ class FourSweeps:
 
     def _measured(self, state: sweeps.State, xi: list[Tensor], extra: Sequence[Any]) -> Any:
         """p per example; what the tangents will start from goes into the state."""
-        values, state.q0 = self.penalty.measure(xi, *extra)
+        penalty = self.penalty.at(state.values[self.plan.target], *extra)
+        values, state.q0 = penalty.measure(xi, *extra)
         if self.asked or self.penalty.coupled:
             state.xi[sweeps.INPUTS] = xi
         return values
@@ -204,7 +211,8 @@ class FourSweeps:
     def _start(self, state: sweeps.State, along: Any, extra: Sequence[Any]) -> dict[int, Tensor]:
         """q₀ at each penalised input, for what arrived at the values."""
         xi = state.xi.get(sweeps.INPUTS, ())
-        q0 = self.penalty.weighted(state.q0, xi, along, *extra)
+        penalty = self.penalty.at(state.values.get(self.plan.target), *extra)
+        q0 = penalty.weighted(state.q0, xi, along, *extra)
         return dict(zip(self.plan.penalised, q0, strict=True))
 
     def results(self, values: Any) -> tuple[Tensor, ...]:
@@ -278,10 +286,14 @@ class FourSweeps:
         watch = sweeps.finite_watch(plan) if self.debug else None
         for stretch in stretches:
             gamma = sweeps.second(plan, state, gamma, keep=keep, watch=watch, steps=stretch.steps)
-            yield [
-                self._usual(gamma.pop(v)) if v in plan.trained and v in gamma else None
-                for v in stretch.values
-            ]
+            grads = [gamma.pop(v, None) if v in plan.trained else None for v in stretch.values]
+            # each in memory of its own: callers may write to what they are handed
+            taken = set() if stretch is stretches[-1] else {_memory(t) for t in gamma.values()}
+            for i, g in enumerate(grads):
+                if g is not None:
+                    grads[i] = self._usual(g.clone() if _memory(g) in taken else g)
+                    taken.add(_memory(g))
+            yield grads
 
     def _laid_out(self, leaves: Mapping[int, Tensor]) -> Mapping[int, Tensor]:
         """Images and filters in the layouts of the plan."""
@@ -511,12 +523,12 @@ class FlatProgram(ABC):
 
     @property
     @abstractmethod
-    def _compiles(self) -> bool:
-        """Whether flat graphs are compiled, each as a whole."""
+    def _compiler(self) -> bool | str:
+        """Whether flat graphs are compiled; a mode of `torch.compile`: each as a whole."""
 
     @property
     def stretches(self) -> Sequence[Stretch]:
-        return self.plan.whole if self._compiles else self.plan.stretches
+        return self.plan.whole if isinstance(self._compiler, str) else self.plan.stretches
 
     def parts(
         self, stretches: Sequence[Stretch], state: Any, extra: Sequence[Any],
@@ -591,8 +603,8 @@ class FlattenedProgram(FlatProgram):
         return self._program.along(grads, batch)
 
     @property
-    def _compiles(self) -> bool:
-        return bool(self.replay.compiler)
+    def _compiler(self) -> bool | str:
+        return self.replay.compiler
 
     def _enter(self, leaves: Mapping[int, Tensor], *rest: Any) -> tuple[Any, Pack] | None:
         return (self.replay, Pack((dict(leaves), *rest))) if self.replay.tick() else None
@@ -612,7 +624,8 @@ class FlattenedProgram(FlatProgram):
 
 class _OpenPack(Pack):
     """The tensors that a flat graph for all sizes takes: those of the graph's values `leaves`
-    first, then others, whose sizes are numbers of their own."""
+    first, then others, whose sizes are numbers of their own, but for 0 and 1: a graph that serves
+    those serves no others (a column of targets)."""
 
     def __init__(self, family: Family, own: tuple, leaves: Mapping[int, Tensor], rest: Any) -> None:
         super().__init__((dict(leaves), *rest))
@@ -623,7 +636,7 @@ class _OpenPack(Pack):
             for i, t in enumerate(self.tensors)
         ]
         self.rest = self.tensors[len(self.open) :]
-        self.numbers = (*own, *(n for t in self.rest for n in t.shape))
+        self.numbers = (*own, *(n for t in self.rest for n in t.shape if n > 1))
 
     @property
     def key(self) -> Any:
@@ -632,14 +645,14 @@ class _OpenPack(Pack):
             (t.shape, t.stride(), t.dtype) if not open_ else (t.dim(), t.dtype)
             for t, open_ in zip(self.tensors, self.open, strict=False)
         ]
-        rest = [(t.dim(), t.dtype) for t in self.rest]
+        rest = [(tuple([min(n, 2) for n in t.shape]), t.dtype) for t in self.rest]
         return self.structure, tuple(self.places), tuple(self.others), tuple(closed), tuple(rest)
 
     def stand_ins(self, variant: Variant) -> list[Tensor]:
         """The same without numbers."""
         shapes: list[Any] = [variant.metas[v].shape for v in self.leaf_values]
         sizes = iter(variant.numbers[len(variant.family.graph.symbols) :])
-        shapes += [tuple(next(sizes) for _ in t.shape) for t in self.rest]
+        shapes += [tuple([next(sizes) if n > 1 else n for n in t.shape]) for t in self.rest]
         return [variant.like(t, shape) for t, shape in zip(self.tensors, shapes, strict=True)]
 
 
@@ -680,8 +693,7 @@ class _OpenGradients(Pack):
 class OpenProgram(FlatProgram):
     """One call's program, by flat graphs for all sizes, which its family keeps.
 
-    numbers: of the open graph's symbols in this call; make(): the program at these, for sweeps that
-    run node by node.
+    numbers: of the open graph's symbols in this call.
     """
 
     no_graph: ClassVar[str | None] = (
@@ -692,11 +704,10 @@ class OpenProgram(FlatProgram):
 
     family: Family
     numbers: tuple
-    make: Callable[[], Any]
 
     @cached_property
     def program(self) -> Any:
-        return self.make()
+        return self.family.program(self.numbers)
 
     @property
     def plan(self) -> Plan:
@@ -718,8 +729,8 @@ class OpenProgram(FlatProgram):
         return self.family.reference.along(grads, batch)
 
     @property
-    def _compiles(self) -> bool:
-        return bool(self.family.compiler)
+    def _compiler(self) -> bool | str:
+        return self.family.compiler
 
     def _enter(self, leaves: Mapping[int, Tensor], *rest: Any) -> tuple[Any, Pack] | None:
         given = _OpenPack(self.family, self.numbers, leaves, rest)
@@ -735,7 +746,11 @@ class OpenProgram(FlatProgram):
         self, graphs: Variant, key: Any, run: Callable[[Any, Sequence[Tensor]], Any], given: Any,
         state: FlatState | None = None, pass_inputs: bool = False,
     ) -> Flat | None:  # fmt: skip
-        return graphs.get(key, run, partial(given.stand_ins, graphs), pass_inputs)
+        program = self.family.program
+        return graphs.get(
+            key, lambda numbers, tensors: run(program(numbers), tensors),
+            partial(given.stand_ins, graphs), pass_inputs,
+        )  # fmt: skip
 
 
 def _split(plan: Plan, spec: Any, tensors: Sequence[Tensor]) -> tuple[list, Any, dict]:
@@ -747,6 +762,11 @@ def _split(plan: Plan, spec: Any, tensors: Sequence[Tensor]) -> tuple[list, Any,
     values = tensors[start] if several is None else list(tensors[start:end])
     written = tensors[end : end + len(plan.mutations)]
     return list(tensors[:start]), values, dict(zip(plan.mutations, written, strict=True))
+
+
+def _memory(t: Tensor) -> int:
+    """Equal for tensors that share memory."""
+    return t.untyped_storage()._cdata if t.layout is torch.strided else id(t)
 
 
 def _fresh(result: Tensor, given: Sequence[Tensor]) -> Tensor:
