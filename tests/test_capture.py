@@ -541,6 +541,42 @@ def test_as_many_as_a_mask_chooses_meet_others(name):
             torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
 
 
+RECAST = {
+    "products": lambda h, w: torch.einsum("bci,ij->bcj", h, w),
+    "products of three": lambda h, w: torch.einsum("bci,ij,bcj->bc", h, w, h),
+    "an outer product": lambda h, w: torch.einsum("bci,ij->bcij", h, w),
+    "squares": lambda h, w: h.square() * w[0],
+    "a pad": lambda h, w: nn.functional.pad(h, (1, 1), mode="reflect"),
+    "a finer grid": lambda h, w: nn.functional.interpolate(h, scale_factor=2, mode="linear"),
+}
+
+
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("name", RECAST)
+def test_what_autocast_casts_inside_of_an_operator(name, inside):
+    """It knows what some operators are made of, and not them."""
+
+    class Cast(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.weight = nn.Linear(6, 6), nn.Parameter(torch.randn(6, 6))
+
+        def forward(self, x):
+            if not inside:
+                return RECAST[name](self.first(x).tanh(), self.weight)
+            with torch.autocast("cpu", torch.bfloat16):
+                return RECAST[name](self.first(x).tanh(), self.weight)
+
+    torch.manual_seed(0)
+    net, x = Cast(), torch.randn(2, 3, 6)
+    model = db.Penalised(net, db.OutputGradient("sum"), sweeps=True, strict=True)
+    with torch.autocast("cpu", torch.bfloat16, enabled=not inside):
+        wanted, (out, penalty) = net(x), model(x)
+    assert out.dtype == wanted.dtype
+    torch.testing.assert_close(out, wanted)
+    (out.float().sum() + penalty).backward()
+
+
 def test_shapes_that_depend_on_the_penalised_input_run_on_autograd():
     """A mask of what is differentiated as an index."""
     net, x = Bent(lambda h: h * h[h[:, 0] > 0].sum(0, True)).double(), torch.randn(5, 4).double()

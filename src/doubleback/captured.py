@@ -389,10 +389,11 @@ class CapturedModule(nn.Module):
     def _site(self, graph: Graph, inputs: Sequence[Any], call: Arguments) -> Site:
         only_one(graph.targets, self.output)
         numbers = graph.read_symbols(inputs)
-        if (broken := graph.broken(numbers)) is not None:
+        if not graph.holds(numbers):
             raise CaptureError(
                 f"{type(self.net).__name__} cannot be captured for this call: a size that numbers "
-                f"decide (by a mask) is taken to fulfil {broken}, and does not"
+                "decide (how many entries a mask chooses) is not what the graph takes it to be"
+                "\n  Remedy: a fixed size (torch.where in the place of a mask as an index)."
             )
         places = {id(t): i for i, t in enumerate(inputs) if isinstance(t, Tensor)}
         where = [places.get(id(t)) for t in call.aliases]

@@ -160,12 +160,9 @@ class Graph:
                         numbers[i] = _read(values[where[0].index], *where[1:])
         return tuple(numbers)
 
-    def broken(self, numbers: Sequence[Any]) -> Any:
-        """What is assumed and does not hold at these numbers; None where all does."""
-        if not self.assumed:
-            return None
-        held = zip(self.assumed, self._conditions(*numbers), strict=True)
-        return next((condition for condition, holds in held if not holds), None)
+    def holds(self, numbers: Sequence[Any]) -> bool:
+        """Whether all that is assumed is so at these numbers."""
+        return not self.assumed or all(self._conditions(*numbers))
 
     @cached_property
     def _conditions(self) -> Callable[..., Sequence[Any]]:

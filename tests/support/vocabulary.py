@@ -688,7 +688,7 @@ plain("addmm_", lambda a, b: a.clone().addmm_(a, (b.T @ b) / 3), "vector", 2)
 
 def written_views(a, b):
     """Writes through views, views of views, and a value that was read before."""
-    y = a * 0.8
+    y = (a * 0.8).contiguous()
     first = y[:, :2].clone()
     y[:, 1].mul_(b[:, 0])
     y.view(len(y), -1)[:, ::3].add_(0.5)

@@ -85,7 +85,7 @@ def lift(module: torch.fx.GraphModule, given: Sequence[Any]) -> Graph:
             returned.update({k: places[id(t)] for k, t in enumerate(results) if id(t) in places})
             return [_torch.from_fun(t) for t in (*results, *updates)]
 
-    whole, parts = _decompositions()
+    whole, parts = _decompositions(_casts(module))
     composites = override_composite_implicit_decomp(whole)
     with _torch.compile_lock, torch.enable_grad(), composites, _own_kernels_only():
         trace = make_fx(run, parts, tracing_mode="symbolic", record_module_stack=True)
@@ -127,13 +127,29 @@ def _name(placeholder: torch.fx.Node) -> str:
     return str(name() if callable(name) else name)
 
 
-def _decompositions() -> tuple[dict, dict]:
+def _casts(module: torch.fx.GraphModule) -> bool:
+    """Whether autocast is on, around the network or somewhere inside."""
+    inside = any("autocast" in str(n.target) for n in module.graph.nodes if n.op == "call_function")
+    return inside or torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
+
+
+# Composite operators that autocast does not know, and may know what they are made of.
+_RECAST = (
+    aten.einsum.default, aten.pad.default, aten.square.default, aten.upsample_nearest1d.vec,
+    aten.upsample_nearest2d.vec, aten.upsample_nearest3d.vec, aten.upsample_linear1d.vec,
+    aten.upsample_bilinear2d.vec, aten.upsample_bicubic2d.vec, aten.upsample_trilinear3d.vec,
+)  # fmt: skip
+
+
+def _decompositions(casts: bool) -> tuple[dict, dict]:
     """(what becomes of composite operators, decompositions of others). Composite operators with a
-    rule stay whole; PyTorch takes all others apart."""
+    rule stay whole; PyTorch takes all others apart, and under autocast those that it would cast
+    the parts of."""
     composite = _composite()
     table = decompositions()
+    apart = (*table, *_RECAST) if casts else table
     whole: dict[Any, Callable] = {
-        op: _keep(op) for op in registered() if op in composite and op not in table
+        op: _keep(op) for op in registered() if op in composite and op not in apart
     }
     whole |= {op: fn for op, fn in table.items() if op in composite}
     return whole, {op: fn for op, fn in table.items() if op not in composite}
