@@ -70,7 +70,8 @@ test-operators: $(STAMP)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m operators tests/test_architectures.py $(ARGS)
 
 test-sizes: $(STAMP)
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "long or not long" tests/test_open_sizes.py $(ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "long or not long" \
+	  tests/test_open_sizes.py tests/test_with_gradient.py $(ARGS)
 
 docs: $(STAMP)
 	@$(PIP) --no-build-isolation --editable '.[docs]'

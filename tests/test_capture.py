@@ -7,6 +7,7 @@ import dataclasses
 import gc
 import random
 import types
+import warnings
 import weakref
 
 import numpy as np
@@ -488,6 +489,56 @@ def test_a_given_mask_may_select():
     ):
         model = db.Penalised(Bent(bend).double(), db.OutputGradient(0), strict=True)
         assert db.check(model, x).worst < 1e-10
+
+
+class Chosen(nn.Module):
+    """Weights, or features, that a mask chooses, and other tensors that they meet."""
+
+    def __init__(self, meet):
+        super().__init__()
+        self.first, self.weight, self.meet = nn.Linear(6, 6), nn.Parameter(torch.randn(6)), meet
+
+    def forward(self, x, mask):
+        return self.meet(self.first(x).tanh(), self.weight, mask)
+
+
+MEETINGS = {
+    "a number of them": lambda h, w, mask: (h[:, :4] * w[mask]).sum(1) / w[mask].shape[0],
+    "weights": lambda h, w, mask: (h[:, mask] * w[:4]).sin().sum(1),
+    "features": lambda h, w, mask: (h[:, mask].sin() * h[:, :4]).square().sum(1),
+    "each other": lambda h, w, mask: (h[:, mask] * w[:4][mask[:4]]).sin().sum(1),
+    "a first one": lambda h, w, mask: (h[:, mask][:, :1] * h).square().sum(1),
+    "a check": lambda h, w, mask: (torch._check(w[mask].shape[0] < 5), (h * w[mask][0]).sum(1))[1],
+}
+
+
+@pytest.mark.parametrize("name", MEETINGS)
+def test_as_many_as_a_mask_chooses_meet_others(name):
+    """Four meet four others; a single one is spread over them, which no graph for four holds; two
+    do not fit, as in eager."""
+    torch.manual_seed(0)
+    net = Chosen(MEETINGS[name]).double()
+    model = db.Penalised(net, db.OutputGradient("sum"), sweeps=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", db.CaptureWarning)
+        for count in (4, 4, 4, 1, 4, 1, 6):
+            x, mask = torch.randn(3, 6).double(), torch.arange(6) < count
+            twin = copy.deepcopy(net)
+            leaf = x.clone().requires_grad_()
+            try:
+                wanted = twin(leaf, mask)
+            except RuntimeError as error:
+                with pytest.raises(type(error)):
+                    model(x, mask)
+                continue
+            (xi,) = torch.autograd.grad(wanted.sum(), leaf, create_graph=True)
+            (wanted.sum() + xi.square().sum(1).mean()).backward()
+            net.zero_grad()
+            out, penalty = model(x, mask)
+            (out.sum() + penalty).backward()
+            found = [out.detach(), *(p.grad for p in net.parameters())]
+            expected = [wanted.detach(), *(p.grad for p in twin.parameters())]
+            torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
 
 
 def test_shapes_that_depend_on_the_penalised_input_run_on_autograd():

@@ -297,6 +297,110 @@ def test_the_short_way_has_the_same_numbers(penalty, labelled):
             assert net.calls == 1
 
 
+SHORT = {
+    "squared errors": (db.LossGradient("mse"), ("out",)),
+    "binary": (db.LossGradient("bce", norm=db.Norm()), ("probabilities",)),
+    "labels to ignore": (db.LossGradient("cross_entropy", ignore_index=-7), ("ignored",)),
+    "a class to ignore": (db.LossGradient("cross_entropy", ignore_index=1), ("labels",)),
+    "weighted classes": (
+        db.LossGradient("cross_entropy", class_weights=torch.tensor([0.5, 1.0, 2.0]).double()),
+        ("labels",),
+    ),
+    "soft labels": (db.LossGradient("cross_entropy"), ("probabilities",)),
+    "a loss of one's own": (
+        db.LossGradient(lambda out, y: (out * y).sin().sum(1)), ("out",),
+    ),
+    "deviation": (db.OutputGradient(0, norm=db.Deviation(0.3, one_sided=True)), ()),
+    "p of one's own": (db.OutputGradient("sum", norm=lambda g: g.pow(4).sum(1)), ()),
+    "in a space": (
+        db.OutputGradient(0, norm=db.Norm(db.spaces.Weighted(torch.arange(1.0, 7)))), (),
+    ),
+    "match": (db.GradientMatch("sum"), ("x",)),
+    "match, row by row": (db.GradientMatch(2, reduction="none"), ("x",)),
+    "bilinear": (db.BilinearForm(), ("out", "x")),
+    "v of one's own": (db.Custom(lambda out: out.square(), db.Norm()), ()),
+    "projection": (db.Jacobian(projections=1), ()),
+    "projection of a softmax": (db.Jacobian("softmax", projections=1), ()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_the_short_way_of_every_penalty(name):
+    torch.manual_seed(0)
+    penalty, extras = SHORT[name]
+    net, x = Counted().double(), torch.randn(5, 6, dtype=torch.float64)
+    given = {
+        "x": torch.randn_like(x), "out": torch.randn(5, 3).double(), "labels": labels(x.shape),
+        "probabilities": torch.rand(5, 3).double(), "ignored": torch.tensor([0, -7, 2, 1, -7]),
+    }  # fmt: skip
+
+    def call(model):
+        torch.manual_seed(1)  # of directions that are drawn
+        model.zero_grad()
+        leaf, extra = x.clone().requires_grad_(), [given[e].clone() for e in extras]
+        for t in extra:
+            t.requires_grad_(t.is_floating_point())
+        out, value = model(leaf, *extra)
+        (out.square().sum() + 0.3 * value.sum()).backward()
+        asked = [t.grad for t in extra if t.requires_grad]
+        return [
+            out.detach(),
+            value.detach(),
+            leaf.grad,
+            *asked,
+            *(p.grad for p in net.parameters()),
+        ]
+
+    def accumulate(model):
+        torch.manual_seed(1)
+        model.zero_grad()
+        told = model.accumulate(x, *(given[e] for e in extras), weight=0.3)
+        return [*told, *(p.grad for p in net.parameters() if p.grad is not None)]
+
+    chosen, swept = db.Penalised(net, penalty), db.Penalised(net, penalty, sweeps=True)
+    for run in (call, accumulate):
+        expected = [t.clone() for t in run(swept)]
+        for _ in range(4):
+            net.calls.zero_()
+            torch.testing.assert_close(run(chosen), expected, rtol=1e-10, atol=1e-12)
+            assert net.calls == 1
+    assert not by_sweeps(chosen(x, *(given[e] for e in extras))[1])
+
+
+@pytest.mark.parametrize("v", ["sum", 1, lambda out: out.square()])
+def test_the_short_way_of_gradients(v):
+    torch.manual_seed(0)
+    net, x = Counted().double(), torch.randn(5, 6, dtype=torch.float64)
+
+    def call(model):
+        model.zero_grad()
+        leaf = x.clone().requires_grad_()
+        out, gradient = model(leaf)
+        (out.square().sum() + gradient.pow(3).sum()).backward()
+        return [out.detach(), gradient.detach(), leaf.grad, *(p.grad for p in net.parameters())]
+
+    chosen = db.WithGradient(net, v=v)
+    expected = [t.clone() for t in call(db.WithGradient(net, v=v, sweeps=True))]
+    for _ in range(4):
+        net.calls.zero_()
+        torch.testing.assert_close(call(chosen), expected, rtol=1e-10, atol=1e-12)
+        assert net.calls == 1
+    assert not by_sweeps(chosen(x)[1])
+
+
+@pytest.mark.parametrize("kind", ["smoothed", "weighted", "short integers"])
+def test_the_short_way_looks_at_labels(kind):
+    options = {"smoothed": {"label_smoothing": 0.1}, "weighted": {"class_weights": torch.ones(3)}}
+    net, x = mlp(), torch.randn(5, 6)
+    y = labels(x.shape).int() if kind == "short integers" else labels(x.shape)
+    model = db.Penalised(net, db.LossGradient("cross_entropy", **options.get(kind, {})))
+    for _ in range(4):
+        model(x, y)
+    for run in (model, model.accumulate):
+        with pytest.raises(db.InputError, match=r"labels must lie in 0 … 2"):
+            run(x, y + 3)
+
+
 def test_the_short_way_says_what_is_wrong_and_goes_on():
     net, x = mlp(), torch.randn(5, 6)
     y, model = labels(x.shape), db.Penalised(net, db.LossGradient("cross_entropy"))

@@ -382,3 +382,37 @@ def test_an_estimate_refuses_nothing():
     graph.output((product,))
     assert inductor._operations(product) == 0
     assert inductor.traffic(graph, dict.fromkeys(graph.nodes, 0)) == 4 * (6 + 20 + 10)
+
+
+class Picked(nn.Module):
+    def forward(self, x):
+        return torch.sin(x).index_select(0, torch.tensor([0, 1, 1, 0]))
+
+
+def test_nothing_is_written_into_rows_that_lie_in_one_place():
+    """vmap adds to zeros that it expands, and Inductor would add into these themselves."""
+    net = nn.Sequential(nn.Linear(3, 2), Picked(), nn.Linear(2, 2)).double()
+    x = torch.randn(2, 3, dtype=torch.float64)
+    results = []
+    for compile in (True, False):
+        _, gradient = db.WithGradient(net, v=[0, 1], compile=compile)(x)
+        gradient.square().sum().backward()
+        results.append([gradient, *[p.grad for p in net.parameters() if p.grad is not None]])
+        net.zero_grad()
+    for compiled, plain in zip(*results, strict=True):
+        torch.testing.assert_close(compiled, plain, rtol=1e-12, atol=1e-14)
+
+
+def test_nor_in_a_loss():
+    index = torch.tensor([0, 1, 1, 0])
+
+    def loss(weight):
+        def added(row):
+            return torch.zeros(2, 3, dtype=weight.dtype).index_add(0, index, row)
+
+        return torch.func.vmap(added)(weight).pow(3).sum()
+
+    weight = torch.randn(2, 4, 3, dtype=torch.float64, requires_grad=True)
+    (expected,) = torch.autograd.grad(loss(weight), weight)
+    db.compile(loss)(weight).backward()
+    torch.testing.assert_close(weight.grad, expected, rtol=1e-12, atol=1e-14)

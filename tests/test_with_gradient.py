@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import warnings
 from dataclasses import dataclass
 
@@ -334,6 +335,84 @@ def test_several_rows_of_several_inputs():
         same(found, [p.grad for p in net.parameters()])
     report = db.check(model, x, y)
     assert report.worst < 1e-10
+
+
+class Neighbours(nn.Module):
+    """Three numbers for each node of a graph, whose nodes and edges come in a dictionary."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.enter, self.leave = nn.Linear(4, 7).double(), nn.Linear(7, 3).double()
+
+    def forward(self, data):
+        h = torch.tanh(self.enter(data["pos"]))
+        i, j = data["edges"]
+        h = h + torch.zeros_like(h).index_add(0, i, torch.sin(h.index_select(0, j)))
+        return {"energy": self.leave(torch.tanh(h)) * data["w"]}
+
+
+def nodes(count):
+    double = {"dtype": torch.float64}
+    return {"pos": torch.randn(count, 4, **double), "w": torch.randn(count, 1, **double),
+            "edges": torch.randint(0, count, (2, 2 * count + 1))}  # fmt: skip
+
+
+def two_rows(out):
+    return torch.stack([torch.sin(out), out.square()])
+
+
+def cotangents(v, out):
+    """(the cotangents one by one, whether they are rows)."""
+    if isinstance(v, list):
+        return [cotangents(part, out)[0][0] for part in v], True
+    if isinstance(v, int):
+        return [torch.eye(3, dtype=out.dtype)[v].expand_as(out)], False
+    found = torch.ones_like(out) if v == "sum" else v(out)
+    return (list(found), True) if found.dim() > out.dim() else ([found], False)
+
+
+KINDS = {"index": 1, "own": torch.sin, "own rows": two_rows, "rows": ["sum", 0, 2],
+         "rows, some own": ["sum", torch.sin]}  # fmt: skip
+HOW = {
+    "nodes": {"flatten_after": None},
+    "flat": {"flatten_after": 1},
+    "compiled": {"compile": True},
+}
+ASKED = {"one": ("data", "pos"), "two": [("data", "pos"), ("data", "w")]}
+BRIEF = {("own", "flat", "two"), ("own rows", "flat", "one"), ("rows", "flat", "two")}
+
+
+@pytest.mark.parametrize(
+    ("kind", "how", "asked"),
+    [
+        pytest.param(*case, marks=() if case in BRIEF else pytest.mark.long)
+        for case in itertools.product(KINDS, HOW, ASKED)
+    ],
+)
+def test_every_cotangent_at_changing_sizes(kind, how, asked, counted_captures, flattened):
+    v, net = KINDS[kind], Neighbours()
+    model = db.WithGradient(net, ASKED[asked], v, "energy", strict=True, **HOW[how])
+    names = ("pos", "w") if asked == "two" else ("pos",)
+    counts = []
+    for count in (5, 8, 6, 3, 9, 7):
+        data = nodes(count)
+        out, found = model(dict(data))
+        gradients = found if asked == "two" else (found,)
+        force_loss(out["energy"], *gradients).backward()
+        ours = [*gradients, *(p.grad for p in net.parameters())]
+        net.zero_grad()
+        data |= {name: data[name].clone().requires_grad_() for name in names}
+        energy, x = net(data)["energy"], [data[name] for name in names]
+        rows, many = cotangents(v, energy)
+        pulled = [torch.autograd.grad(energy, x, row, create_graph=True) for row in rows]
+        expected = [torch.stack(parts) if many else parts[0] for parts in zip(*pulled, strict=True)]
+        force_loss(energy, *expected).backward()
+        same(ours, [*expected, *(p.grad for p in net.parameters())])
+        net.zero_grad()
+        counts.append(len(flattened))
+    assert len(counted_captures) <= 3
+    assert counts[-1] == counts[3] and bool(counts[-1]) == (how != "nodes")
 
 
 @pytest.mark.parametrize(

@@ -15,11 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from ._torch import peek_interpreter_stack
 from .capture import (
     Arguments,
     accept_plain_keys,
     capture_of,
     find_graph,
+    hooked,
     only_one,
     plain,
     take_apart,
@@ -28,7 +30,6 @@ from .capture import (
 from .counting import counting
 from .errors import CaptureError, InputError, RuleError, refuse_unused, warn
 from .graph import Graph, Meta, Node, Ref
-from .kernels import compiling
 from .patch import patched, supported
 from .plan import Plan, make_plan
 from .rules import Structure, find_rule
@@ -85,9 +86,27 @@ def derivatives(way: Way) -> AbstractContextManager:
     that are known to need no others, "math": likewise, but for attention, as "stock"."""
     if way == "bare":
         return nullcontext()
+    if way == "math":
+        return _Unfused()
     if way == "patched" and supported(torch.__version__):
         return patched()
     return sdpa_kernel(SDPBackend.MATH)
+
+
+class _Unfused:
+    """`sdpa_kernel(SDPBackend.MATH)` on a CPU, which has one fused kernel, in less of the host's
+    time."""
+
+    def __enter__(self) -> None:
+        cuda = torch.backends.cuda
+        self.before = cuda.flash_sdp_enabled(), cuda.math_sdp_enabled()
+        cuda.enable_flash_sdp(False)
+        cuda.enable_math_sdp(True)
+
+    def __exit__(self, *raised: object) -> None:
+        flash, unfused = self.before
+        torch.backends.cuda.enable_flash_sdp(flash)
+        torch.backends.cuda.enable_math_sdp(unfused)
 
 
 def as_written(net: nn.Module, way: Way) -> AbstractContextManager:
@@ -155,6 +174,7 @@ class CapturedModule(nn.Module):
         self._families: dict[Any, tuple[Graph, Family]] = {}
         self._programs: dict[Any, Any] = {}
         self._choices: dict[Any, Choice] = {}
+        self._short: dict[Any, Way] = {}  # shapes of calls that go to autograd at once
         self._warned = False
         self._refusal: CaptureError | None = None
         self._run = self._opaque(self._forward)
@@ -169,6 +189,7 @@ class CapturedModule(nn.Module):
             "_families",
             "_programs",
             "_choices",
+            "_short",
             "_warned",
             "_refusal",
             "_run",
@@ -182,7 +203,7 @@ class CapturedModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """(what net returns, and what is asked of its derivative)."""
-        if compiling():
+        if torch.compiler.is_compiling():
             return self._run(*args, **kwargs)
         return self._forward(*args, **kwargs)
 
@@ -238,8 +259,16 @@ class CapturedModule(nn.Module):
         """Whether nobody asked for something that only sweeps can do."""
         if self.sweeps is not None:
             return not self.sweeps
-        particular = self.compile_mode or self.strict or self.debug or self.flatten_after is None
-        return CHOOSE and not particular and not self._partly_compiled
+        particular = (
+            self.compile_mode or self.strict or self.debug or self.flatten_after is None
+            or self._partly_compiled or not CHOOSE
+        )  # fmt: skip
+        return not particular and self._leavable
+
+    @property
+    @abstractmethod
+    def _leavable(self) -> bool:
+        """Whether autograd can do what the sweeps are to do."""
 
     @cached_property
     def _partly_compiled(self) -> bool:
@@ -279,6 +308,36 @@ class CapturedModule(nn.Module):
         """How many v autograd would pull through the network; None: more than it should."""
         return 1
 
+    # What autograd was chosen for once goes there without being taken apart again: on networks so
+    # small the host's work is all there is.
+
+    def _shorten(self, args: tuple, kwargs: Mapping[str, Any], way: Way) -> None:
+        plain = not kwargs and self.wrt == 0 and self.output is None and not is_compiled(self.net)
+        if way in ("bare", "math") and plain and all(type(t) is Tensor for t in args):
+            remember(self._short, self._shape_of(args), way)
+
+    def _shape_of(self, args: tuple) -> tuple:
+        """As `_size`, of arguments that are not taken apart."""
+        net: Any = self._modules["net"]
+        key = [net.training]
+        for t in args:
+            key += [t.dtype, t.is_cpu, *[n.bit_length() for n in t.shape]]
+        return tuple(key)
+
+    def _short_way(self, args: tuple, kwargs: Mapping[str, Any]) -> Way | None:
+        if kwargs or not torch.is_grad_enabled():
+            return None
+        for t in args:
+            if type(t) is not Tensor or t.is_inference():
+                return None
+        way = self._short.get(self._shape_of(args))
+        unsure = way is None or counting() or hooked() or peek_interpreter_stack() is not None
+        return way if not unsure and self._free_to_choose() else None
+
+    def _unused(self, x: Tensor) -> None:
+        if not self.allow_unused:
+            refuse_unused(self.wrt, x)
+
     def _way(self, site: Site) -> str:
         """Which it is, and why, for `explain`."""
         if self.sweeps is False:
@@ -315,6 +374,11 @@ class CapturedModule(nn.Module):
     def _site(self, graph: Graph, inputs: Sequence[Any], call: Arguments) -> Site:
         only_one(graph.targets, self.output)
         numbers = graph.read_symbols(inputs)
+        if (broken := graph.broken(numbers)) is not None:
+            raise CaptureError(
+                f"{type(self.net).__name__} cannot be captured for this call: a size that numbers "
+                f"decide (by a mask) is taken to fulfil {broken}, and does not"
+            )
         places = {id(t): i for i, t in enumerate(inputs) if isinstance(t, Tensor)}
         where = [places.get(id(t)) for t in call.aliases]
         inputs = list(inputs)

@@ -94,6 +94,8 @@ class Graph:
     symbols: of a program with open sizes, where each symbol's number is read off: (place,) for an
     input that is a number, (place, axis) for a tensor's size, (place, "item") for its only entry;
     a `Ref` in the place's place for a value that the program computes (edges chosen by a mask);
+    assumed: what PyTorch took for granted of sizes that numbers decide, as conditions on symbols (a
+    tensor that a mask chose is as long as the one it is added to);
     returned: place among `outputs` → place among `inputs`, where the network returns, or keeps as
     an attribute, a tensor that it wrote to (`self.total += …`).
     """
@@ -108,6 +110,7 @@ class Graph:
     names: tuple[str, ...] = ()
     symbols: Mapping[Any, tuple] = field(default_factory=dict)
     returned: Mapping[int, int] = field(default_factory=dict)
+    assumed: tuple[Any, ...] = ()
 
     def shape(self, value: int) -> tuple[int, ...]:
         meta = self.values[value]
@@ -141,6 +144,17 @@ class Graph:
                     if isinstance(where[0], Ref) and where[0].index in node.outputs:
                         numbers[i] = _read(values[where[0].index], *where[1:])
         return tuple(numbers)
+
+    def broken(self, numbers: Sequence[Any]) -> Any:
+        """What is assumed and does not hold at these numbers; None where all does."""
+        if not self.assumed:
+            return None
+        held = zip(self.assumed, self._conditions(*numbers), strict=True)
+        return next((condition for condition, holds in held if not holds), None)
+
+    @cached_property
+    def _conditions(self) -> Callable[..., Sequence[Any]]:
+        return compile_sizes(self.assumed, list(self.symbols))
 
     def open_symbols(self) -> set[Any]:
         """Every symbol that occurs in an open size."""
@@ -204,7 +218,9 @@ class Graph:
             replace(n, args=fill(n.args), kwargs=fill(n.kwargs)) if open_ else n
             for n, open_ in zip(self.nodes, self._open_nodes, strict=True)
         )
-        return replace(self, nodes=nodes, values=values, outputs=fill(self.outputs), symbols={})
+        return replace(
+            self, nodes=nodes, values=values, outputs=fill(self.outputs), symbols={}, assumed=()
+        )
 
     @cached_property
     def _open_nodes(self) -> list[bool]:

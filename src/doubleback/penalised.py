@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import graph as autograd_graph
 
 from ._torch import next_node, peek_interpreter_stack, pytree
-from .capture import Arguments, choose_output, global_hooks, place_of, requires_grad
-from .captured import CapturedModule, Site, Way, as_written, derivatives, is_compiled
-from .counting import counting
-from .errors import InputError, refuse_unused, warn
+from .capture import Arguments, choose_output, place_of, requires_grad
+from .captured import CapturedModule, Site, Way, as_written, derivatives
+from .errors import InputError, warn
 from .explain import Explanation, explain
 from .graph import Graph
 from .jacobian import price
@@ -36,6 +36,7 @@ from .penalties import (
 )
 from .plan import Plan
 from .run import (
+    CallersGradient,
     GradientProgram,
     GraphedProgram,
     GraphedStep,
@@ -153,7 +154,7 @@ class Penalised(CapturedModule):
         def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, Tensor]: ...
 
     _transient = CapturedModule._transient | {
-        "_graphed", "_pairs", "_carried", "_warned_of_graph", "_short", "_apart",
+        "_graphed", "_pairs", "_carried", "_warned_of_graph", "_apart",
     }  # fmt: skip
 
     def _reset(self) -> None:
@@ -162,7 +163,6 @@ class Penalised(CapturedModule):
         self._pairs: dict[Any, Any] = {}  # None: refused
         self._carried: dict[Any, Tensor] = {}  # singular vectors, from call to call
         self._warned_of_graph = False
-        self._short: dict[Any, Way] = {}  # shapes of calls that go to autograd at once
         self._apart = Apart()
 
     # ------------------------------------------------------------------------------ calls
@@ -171,8 +171,9 @@ class Penalised(CapturedModule):
     def _extras(self) -> int:
         return self.penalty.extras
 
-    def _free_to_choose(self) -> bool:
-        return super()._free_to_choose() and not self.cuda_graph
+    @property
+    def _leavable(self) -> bool:
+        return not self.cuda_graph
 
     def _pulls(self, site: Site) -> int | None:
         return self.penalty.pulls(site.shape)
@@ -244,7 +245,7 @@ class Penalised(CapturedModule):
 
     def _whole(self, args: tuple, kwargs: Mapping[str, Any]) -> tuple[Any, Tensor]:
         if self._short and (short := self._short_way(args, kwargs)) is not None:
-            result, _, _, penalty = self._shortly(args, short)
+            result, _, _, penalty = self._shortly(args, short, False)
             return result, penalty
         call = self._call(args, kwargs)
         gradients = torch.is_grad_enabled()
@@ -278,48 +279,30 @@ class Penalised(CapturedModule):
             return self._on_autograd(partial(on_autograd, self, call), way)
         return result, penalties[0]
 
-    # What autograd was chosen for once goes there without being taken apart again: on networks so
-    # small the host's work is all there is.
-
-    def _shorten(self, args: tuple, kwargs: Mapping[str, Any], way: Way) -> None:
-        plain = not kwargs and self.wrt == 0 and self.output is None and not is_compiled(self.net)
-        if way in ("bare", "math") and plain and all(type(t) is Tensor for t in args):
-            remember(self._short, self._shape_of(args), way)
-
-    def _shape_of(self, args: tuple) -> tuple:
-        """As `_size`, of arguments that are not taken apart."""
-        return self.net.training, *[
-            (t.dtype, t.device, *[n.bit_length() for n in t.shape]) for t in args
-        ]
-
-    def _short_way(self, args: tuple, kwargs: Mapping[str, Any]) -> Way | None:
-        if kwargs or not all([type(t) is Tensor for t in args]) or not torch.is_grad_enabled():
-            return None
-        way = self._short.get(self._shape_of(args))
-        if way is None or not self._free_to_choose() or counting() or any(global_hooks()):
-            return None
-        odd = any([t.is_inference() for t in args]) or peek_interpreter_stack() is not None
-        return None if odd else way
-
-    def _shortly(self, args: tuple, way: Way) -> tuple[Any, Tensor, Tensor | None, Tensor]:
-        """(what net returns, its output, the sum of the losses that v is the gradient of, the
-        penalty)."""
-        penalty, split = self.penalty, len(args) - self.penalty.extras
+    def _shortly(
+        self, args: tuple, way: Way, shared: bool
+    ) -> tuple[Any, Tensor, Tensor | None, Tensor]:
+        """(what net returns, its output, the sum of the losses that v is the gradient of if it is
+        `shared`, the penalty)."""
+        penalty, net = self.penalty, self._modules["net"]
+        split = len(args) - penalty.extras
         x, extra, out = args[0], args[split:], None
-        leaves = _places((x,))
+        leaf = _place(x)
         try:
-            with derivatives(way):
-                result = self.net(leaves[0], *args[1:split])
+            if way == "bare":
+                result = net(leaf, *args[1:split])  # type: ignore[misc]
+            else:
+                with derivatives(way):
+                    result = net(leaf, *args[1:split])  # type: ignore[misc]
             out = result if type(result) is Tensor else choose_output(result, None)
             penalty.quick_check(out.shape, (x,), *extra)
-            unused = None if self.allow_unused else partial(refuse_unused, self.wrt)
-            summed, values = quick_values(out, leaves, penalty, extra, True, unused)
+            told = quick_penalty(out, (leaf,), penalty, extra, True, self._unused, shared)
         except (RuntimeError, IndexError, ValueError):
             call = self._call(args, {})  # raises what is better understood, where it is known
             if out is not None:
                 penalty.check(out.shape, call.x, *extra)
             raise
-        return result, out, summed, penalty.reduce(values)
+        return result, out, *told
 
     def accumulate(
         self,
@@ -427,16 +410,20 @@ class Penalised(CapturedModule):
             target = args[len(args) - self.penalty.extras]
         if loss is not None:
             _refuse_moving(target)
-        result, out, summed, penalty = self._shortly(args, way)
+        shares = self.penalty.shares(loss)
+        result, out, summed, penalty = self._shortly(args, way, shares)
         if loss is None:
             value = torch.zeros((), device=out.device)
-        elif summed is not None and self.penalty.shares(loss):
+        elif shares and summed is not None:
             value = summed / out.shape[0]
         else:
             loss.check(out.shape, target)
             value = loss.values(out, target).mean()
-        total = value + weight * (penalty.sum() if penalty.dim() else penalty)
-        if total.requires_grad:
+        whole = penalty.sum() if penalty.dim() else penalty
+        total = weight * whole if loss is None else value + weight * whole
+        if type(total) is Tensor and total.requires_grad:
+            _engine(total, None, False, False, ())
+        elif total.requires_grad:
             total.backward()
         if type(result) is Tensor:
             return result.detach(), value.detach(), penalty.detach()
@@ -598,14 +585,13 @@ def autograd_penalty(
     seeds = seeds or penalty.oracle_seeds
     graph = torch.is_grad_enabled()
     with torch.enable_grad(), derivatives(way):
-        leaves = _places(x)
+        leaves = [_place(t) for t in x]
         result = run(leaves)
         out = choose(result)
         if way in ("bare", "math"):
-            values = quick_values(out, leaves, penalty, extra, graph, unused)[1]
+            value = quick_penalty(out, leaves, penalty, extra, graph, unused)[1]
         else:
-            values = _values(out, leaves, penalty, extra, graph, unused, seeds)
-        value = penalty.reduce(values)
+            value = penalty.reduce(_values(out, leaves, penalty, extra, graph, unused, seeds))
     if not graph:
         result, value = pytree.tree_map_only(Tensor, lambda t: t.detach(), (result, value))
     return result, value
@@ -614,15 +600,44 @@ def autograd_penalty(
 Unused = Callable[[Tensor], None] | None
 
 
-def quick_values(
+def quick_penalty(
     out: Tensor, leaves: Sequence[Tensor], penalty: Penalty, extra: Sequence[Any], graph: bool,
-    unused: Unused,
+    unused: Unused, shared: bool = False,
 ) -> tuple[Tensor | None, Tensor]:  # fmt: skip
-    """(the sum that v is the gradient of, where that is the quickest way; p per example)."""
-    summed = penalty.quick_total(out, *extra) if out.requires_grad else None
-    if summed is None:
-        return None, _values(out, leaves, penalty, extra, graph, unused, penalty.quick_seeds)
-    return summed, penalty.value(pulled(summed, leaves, None, graph, unused), *extra)
+    """(the sum that v is the gradient of, if `shared` with a loss or quicker; the penalty)."""
+    v = summed = None
+    if out.requires_grad:
+        v = None if shared else penalty.quick_seed(out, leaves, *extra)
+        summed = penalty.quick_total(out, *extra) if v is None else None
+    if v is None and summed is None:
+        seeds = penalty.oracle_seeds
+        return None, penalty.reduce(_values(out, leaves, penalty, extra, graph, unused, seeds))
+    end = out if summed is None else summed
+    xi = quick_pulled(end, leaves, v, graph, unused)
+    return summed, penalty.at(out, *extra).quick_value(xi, *extra)
+
+
+def quick_pulled(
+    out: Tensor, leaves: Sequence[Tensor], v: Tensor | None, graph: bool, unused: Unused
+) -> Sequence[Tensor]:
+    """`pulled`, by the engine itself where nothing else is at work."""
+    fits = type(out) is Tensor and out.requires_grad and (v is None or v.shape == out.shape)
+    if fits and len(leaves) == 1 and peek_interpreter_stack() is None:
+        xi = _engine(out, v, True, graph, leaves)
+        if xi[0] is not None:
+            return xi
+    return pulled(out, leaves, v, graph, unused)
+
+
+def _engine(
+    end: Tensor, v: Tensor | None, retain: bool, graph: bool, inputs: Sequence[Tensor]
+) -> tuple[Tensor, ...]:
+    """What `torch.autograd.grad` does, and without inputs `backward`, less the host's work of
+    looking at arguments; v is known to have the shape of `end`, and is 1 for a number and None."""
+    # by its module, where `db.patch` listens
+    run: Any = autograd_graph._engine_run_backward
+    seed = (torch.ones_like(end) if v is None else v,)
+    return run((end,), seed, retain, graph, tuple(inputs), True, accumulate_grad=not inputs)
 
 
 def _values(
@@ -645,16 +660,12 @@ def _values(
     return total
 
 
-def _places(x: Sequence[Tensor]) -> list[Tensor]:
-    """Each as a tensor of its own that requires grad: the derivative is that in this argument, also
+def _place(t: Tensor) -> Tensor:
+    """As a tensor of its own that requires grad: the derivative is that in this argument, also
     where another argument was computed from the same tensor. Sparse ones have no views."""
-
-    def again(t: Tensor) -> Tensor:
-        if not t.requires_grad:
-            return t.detach().requires_grad_()
-        return t.view_as(t) if t.layout is torch.strided else t.clone()
-
-    return [again(t) for t in x]
+    if not t.requires_grad:
+        return t.detach().requires_grad_()
+    return t.view_as(t) if t.layout is torch.strided else t.clone()
 
 
 def pulled(
@@ -703,7 +714,7 @@ def on_autograd(model: Penalised, call: Arguments, way: Way = "patched") -> tupl
         call.extra,
         way=way,
         seeds=seeds,
-        unused=None if model.allow_unused else partial(refuse_unused, model.wrt),
+        unused=model._unused,
     )
 
 
@@ -798,14 +809,17 @@ class WithGradient(CapturedModule):
     def _extras(self) -> int:
         return 0
 
-    def _free_to_choose(self) -> bool:
+    @property
+    def _leavable(self) -> bool:
         """Autograd takes several rows one after another, the sweeps together."""
-        return super()._free_to_choose() and not isinstance(self._seed, _SeveralSeeds)
+        return not isinstance(self._seed, _SeveralSeeds)
 
     def extra_repr(self) -> str:
         return f"wrt={self.wrt!r}, v={self.v!r}, compile={self.compile_mode!r}"
 
     def _forward(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        if self._short and (short := self._short_way(args, kwargs)) is not None:
+            return self._shortly(args, short)
         call = self._call(args, kwargs)
         gradients = torch.is_grad_enabled()
         slopes: list[Tensor] = []
@@ -833,6 +847,8 @@ class WithGradient(CapturedModule):
 
         way, result = self._through(run, call)
         if way is not None:
+            if not isinstance(self._seed, _Own):  # of which nobody knows how many rows they have
+                self._shorten(args, kwargs, way)
             result, slopes = self._on_autograd(partial(self.by_autograd, call), way)
         return result, slopes[0] if len(slopes) == 1 else tuple(slopes)
 
@@ -846,26 +862,36 @@ class WithGradient(CapturedModule):
 
         def make(plan: Plan, key: tuple) -> Any:
             if fingerprint is None:  # a v of the caller's, called as it is every time
-                return bare(plan.at(site.graph))
+                own = lambda plan, replay: CallersGradient(plan, seed, self.debug, replay=replay)  # noqa: E731
+                return self._phased(site, plan, own, key, flat=True, exact=False)
             return self._swept(site, plan, bare, key)
 
         key = (seed, fingerprint)
         return self._planned(site, gradients, True, seed.varying, key, make)
 
+    def _shortly(self, args: tuple, way: Way) -> tuple[Any, Tensor]:
+        leaf, net = _place(args[0]), self._modules["net"]
+        with derivatives(way):
+            result = net(leaf, *args[1:])  # type: ignore[misc]
+        out = result if type(result) is Tensor else choose_output(result, None)
+        self._seed.check(out.shape, args[:1])
+        return result, quick_pulled(out, (leaf,), self._seed.seed(out), True, self._unused)[0]
+
     def by_autograd(self, call: Arguments, way: Way = "patched") -> tuple[Any, list[Tensor]]:
         """The same by autograd: where it is quicker, where it cannot be captured, for `check`."""
         graph = torch.is_grad_enabled()
         with torch.enable_grad(), derivatives(way):
-            x = _places(call.x)
+            x = [_place(t) for t in call.x]
             args, kwargs = call.with_x(x)
             with as_written(self.net, way):
                 result = self.net(*args, **kwargs)
             out = choose_output(result, self.output)
             self._seed.check(out.shape, x[:1])
             v = self._seed.seed(out)
-            unused = None if self.allow_unused else partial(refuse_unused, self.wrt)
             single = v.dim() == out.dim()
-            rows = [pulled(out, x, row, graph, unused) for row in ((v,) if single else v.unbind())]
+            rows = [
+                pulled(out, x, row, graph, self._unused) for row in ((v,) if single else v.unbind())
+            ]
             if single:
                 gradients = rows[0]
             else:

@@ -11,7 +11,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from doubleback.errors import InputError
-from doubleback.kernels import eager
+from doubleback.kernels import eager, standardisation
 from doubleback.kernels import standardisation_triton as fused_kernels
 from doubleback.kernels.standardisation import (
     Groups,
@@ -66,7 +66,8 @@ CASES = [
     Case("instance 4d, channels-last", Groups.instance_norm(), (3, 4, 5, 2), LAST),
 ]
 NAMES = [case.name for case in CASES]
-ROUTES = ["eager", "plain"]  # on the CPU: few passes, and operations for a compiler
+# on the CPU: few calls for small tensors, few passes for others, and operations for a compiler
+ROUTES = ["eager", "passes", "plain"]
 KERNELS = ["triton", "two passes"] if TRITON else []
 ROUTES += ["cuda", *KERNELS] if CUDA else []
 # In Triton's interpreter, which is slow: every case once in float64, some in float32.
@@ -169,6 +170,8 @@ def short_rows(monkeypatch):
 def device(route, request):
     if route == "two passes":
         request.getfixturevalue("short_rows")
+    if route == "passes":
+        request.getfixturevalue("monkeypatch").setattr(standardisation, "SMALL", 0)
     return "cuda" if CUDA and route in ("cuda", "triton", "two passes") else "cpu"
 
 
@@ -322,7 +325,7 @@ def test_curvature_is_symmetric(case, route):
     torch.testing.assert_close(left, right, rtol=1e-10, atol=1e-11)
 
 
-@pytest.mark.parametrize("route", ["eager", "plain", *KERNELS])
+@pytest.mark.parametrize("route", ["eager", "passes", "plain", *KERNELS])
 @pytest.mark.parametrize("name", ["layer 2d", "rms 2d", "batch 4d", "group 4d"])
 @pytest.mark.parametrize(
     "mask", [(t, x, w) for t in (0, 1) for x in (0, 1) for w in (0, 1)], ids=str
@@ -334,8 +337,8 @@ def test_only_what_is_wanted(name, mask, route, device):
     exact = truth(case.groups, given)
     _, mean, rstd = standardise(case.groups, x, w, None, 1e-5)
     at = (x, mean, rstd, w)
-    if route in ("eager", "plain"):
-        fused = route == "eager"
+    if route in ("eager", "passes", "plain"):
+        fused = route != "plain"
         found = standardise_second(case.groups, xi, q, *at, mask[1:], mask[0], fused=fused)
     else:
         found = fused_kernels.second(Point.of(case.groups, *at), xi, q, mask)

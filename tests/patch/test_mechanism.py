@@ -235,6 +235,62 @@ def test_first_order_is_bit_identical():
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
+def first_order():
+    x = torch.randn(1, 1, 3, 3, requires_grad=True)
+    F.conv2d(x, torch.randn(1, 1, 2, 2, requires_grad=True)).sum().backward()
+
+
+def test_kernels_outlive_a_block_switched_off(monkeypatch):
+    """So that to enter the next block costs little; training without one pays for a few calls."""
+    monkeypatch.setattr(mechanism, "IN_VAIN", 3)
+    before, silu = registered(), torch._C._dispatch_dump("aten::silu")
+    engine = torch.autograd.graph._engine_run_backward
+    with db.patched():
+        double_backward()
+        assert node_name() == "DerivativeNodeBackward"
+    assert registered() != before and states() == {"stock"}
+    assert torch.autograd.graph._engine_run_backward is engine
+    assert torch._C._dispatch_dump("aten::silu") == silu  # which forward passes call
+    assert node_name() == "ConvolutionBackwardBackward0"
+    with db.patched():
+        assert node_name() == "DerivativeNodeBackward"
+    for _ in range(3):
+        assert registered() != before
+        first_order()
+    assert registered() == before
+
+
+def test_a_block_s_kernels_do_not_count_as_patched():
+    with db.patched():
+        double_backward()
+    before = registered()
+    db.patch()
+    assert states() == {"ready"} and registered() != before
+    db.unpatch()
+    assert states() == {"stock"}
+
+
+@pytest.mark.choice
+def test_what_does_not_pay_rests_for_a_while(monkeypatch):
+    monkeypatch.setattr(mechanism, "PATIENCE", 10)
+    monkeypatch.setattr(mechanism, "REST", 4)
+
+    def one(groups: int = 1) -> str:
+        x = torch.randn(2, 4, 5, 5, requires_grad=True)
+        y = torch.nn.Conv2d(4, 4, 3, groups=groups)(x)
+        (g,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        return "ours" if "DerivativeNode" in g.grad_fn.name() else "stock's"
+
+    db.patch()
+    for _ in range(10):
+        assert one() == "stock's" and states() == {"replaced"}
+    assert [one(4) for _ in range(4)] == ["stock's"] * 4  # resting
+    assert one(4) == "ours"
+    assert [one(), one(), one(4)] == ["stock's", "stock's", "ours"]  # no row of small ones
+    db.patch()
+    assert one(4) == "ours"
+
+
 @pytest.mark.choice
 @pytest.mark.parametrize(
     "rows, channels, groups, replaced",

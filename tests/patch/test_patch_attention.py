@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import doubleback as db
 from doubleback.kernels import BITS
-from doubleback.patch import missing
+from doubleback.patch import mechanism, missing
 from doubleback.patch.mechanism import Applied
 from support.derivatives import error, samples, second
 from support.dropout import kept, provider
@@ -46,8 +46,10 @@ CASES = {
 }
 
 
+@pytest.mark.parametrize("small", [False, True], ids=["", "small"])
 @pytest.mark.parametrize("key", CASES)
-def test_every_order_is_that_of_the_unfused_kernel(key):
+def test_every_order_is_that_of_the_unfused_kernel(key, small, monkeypatch):
+    monkeypatch.setattr(mechanism, "SMALL_ON_STOCK", small)
     make, options = CASES[key]
     inputs = make()
 

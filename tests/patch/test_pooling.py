@@ -85,8 +85,8 @@ def test_as_a_kernel_of_autograd(layout, windows):
     expected = derivatives(layout, windows, "cpu")
     calls = []
 
-    def counted(formula, stock):
-        kernel = formula_here.kernel(formula, stock)
+    def counted(formula, stock, switch):
+        kernel = formula_here.kernel(formula, stock, switch)
 
         def call(*args):
             calls.append(args)

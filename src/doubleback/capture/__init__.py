@@ -10,7 +10,7 @@ from .arguments import (
     requires_grad,
     take_apart,
 )
-from .dynamo import Surroundings, capture_of, find_graph, forget, global_hooks, trackers_off, turn
+from .dynamo import Surroundings, capture_of, find_graph, forget, hooked, trackers_off, turn
 from .lifting import mark, stop_gradient
 
 __all__ = [
@@ -21,7 +21,7 @@ __all__ = [
     "choose_output",
     "find_graph",
     "forget",
-    "global_hooks",
+    "hooked",
     "mark",
     "only_one",
     "place_of",

@@ -490,6 +490,14 @@ def global_hooks() -> list[dict]:
     return [getattr(torch.nn.modules.module, name, {}) for name in _GLOBAL_HOOKS]
 
 
+_TABLES = global_hooks()  # filled and emptied, never replaced
+
+
+def hooked() -> bool:
+    """Whether there is any such hook."""
+    return any(_TABLES)
+
+
 class Surroundings:
     """`key()` changes when something changed that Dynamo does not see."""
 

@@ -287,6 +287,7 @@ class _Converter:
         self.inputs: list[int | None] = []
         self.constants: dict[int, Tensor] = {}
         self.symbols: dict[Any, tuple] = {}
+        self.assumed: dict[Any, None] = {}
 
     def graph(
         self, written: Sequence[int], marked: Sequence[int], trained: Sequence[bool]
@@ -315,6 +316,7 @@ class _Converter:
         graph = Graph(
             tuple(self.nodes), tuple(self.values), tuple(self.inputs), self.constants, outputs,
             tuple(outputs[i] for i in marked), mutations, tuple(self.names), self.symbols,
+            assumed=tuple(c for c in self.assumed if c.free_symbols <= self.symbols.keys()),
         )  # fmt: skip
         calm = aten.scaled_dot_product_attention.default  # where it drops out, its parts are here
         drawn = [node for node in graph.deciding if draws(node.op) and node.op is not calm]
@@ -344,10 +346,18 @@ class _Converter:
             self._symbol(length, (place, axis))
 
     def _symbol(self, item: Any, where: tuple) -> None:
-        """Note where a symbol's number is read off."""
+        """Note where a symbol's number is read off. Where numbers decide it, PyTorch may have
+        put in its place what it met, of which no guard knows."""
         open_size = size(item)
         if isinstance(open_size, Size) and open_size.expr.is_Symbol:
             self.symbols.setdefault(open_size.expr, where)
+        if isinstance(item, torch.SymInt):
+            symbol, known = item.node._expr, item.node.expr
+            if symbol != known and symbol.is_Symbol and symbol.name.startswith("u"):
+                import sympy
+
+                self.symbols.setdefault(symbol, where)
+                self.assumed[sympy.Eq(symbol, known)] = None
 
     def _constant(self, node: torch.fx.Node) -> None:
         tensor = getattr(self.module, str(node.target))
@@ -385,7 +395,10 @@ class _Converter:
             self.number[node, 0] = self.number[node.args[0], 0]  # type: ignore[index]
             return
         result = node.meta.get("val")
-        if result is None:  # an assertion: checked by Dynamo's guards
+        if result is None:  # an assertion; those about given sizes are Dynamo's guards
+            asserted = [a.meta.get("val") for a in node.args if isinstance(a, torch.fx.Node)]
+            told = [a.node._expr for a in asserted if isinstance(a, torch.SymBool)]
+            self.assumed |= {c: None for c in told if c.free_symbols}
             return
         if isinstance(result, (torch.SymInt, torch.SymFloat, torch.SymBool, int, float, bool)):
             self._number(node, result)

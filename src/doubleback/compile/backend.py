@@ -182,7 +182,7 @@ class CompiledRegion:
             return draw
         numbers = [self.code.examples[i] for i in self.code.open]
         trace = _torch.make_fx(draw, tracing_mode="symbolic", _allow_non_fake_inputs=True)
-        with _torch.compile_lock, torch.no_grad(), no_autocast():
+        with _torch.compile_lock, torch.no_grad(), no_autocast(), sound():
             compiled: Any = _torch.compile_fx(
                 trace(*numbers), numbers, config_patches=self.inductor or None
             )

@@ -247,6 +247,9 @@ def standardise_second(
     mask = [tangent, wanted[0], wanted[1] and weight is not None]
     if xi is None and any(mask[1:]):
         raise InputError("standardise_second: s_x and s_w need the cotangent xi, which is None")
+    if fused and mean is not None and mask[1] and _is_small(groups, xi, q, x, rstd, weight):
+        at = Point(groups, x, mean, rstd, weight)
+        return _SECOND_WHEN_SMALL[groups.kind](at, xi, q, mask)  # type: ignore[arg-type]
     at = Point.of(groups, x, mean, rstd, weight)
     if fused and x.is_cuda and x.numel() and launch.available():
         return standardisation_triton.second(at, xi, q, mask)
@@ -560,6 +563,60 @@ def _source_on_cpu(at: Point, g: Tensor, dots: Tensor, t: Tensor, c: Tensor) -> 
     s_x = torch.addcmul(lay(constant), groups.split(x), lay(on_x))
     s_x = s_x.addcmul_(groups.split(t), lay(-r * a)).addcmul_(groups.split(g), lay(on_g))
     return s_x.view(x.shape)
+
+
+# Few calls, for small tensors on a CPU -----------------------------------------------------------
+#
+# With y = rP(g) beside t = rP(q), both by stock's backward: s_x = −r(cy + at + φx̂).
+
+
+SMALL = 1 << 16  # entries up to which calls take more of the time than passes over memory
+
+
+def _is_small(groups: Groups, xi, q: Tensor, x: Tensor, rstd: Tensor, weight) -> bool:
+    if not x.is_cpu or groups.rms or groups.kind not in _SECOND_WHEN_SMALL or xi is None:
+        return False
+    count, dtype = x.numel(), x.dtype
+    if isinstance(count, torch.SymInt) or not 0 < count <= SMALL or rstd.dtype is not dtype:
+        return False
+    same = xi.dtype is q.dtype is dtype and (weight is None or weight.dtype is dtype)
+    alike = same and dtype in (torch.float32, torch.float64)
+    return alike and x.is_contiguous() and xi.is_contiguous() and q.is_contiguous()
+
+
+def _second_of_small_rows(at: Point, xi: Tensor, q: Tensor, mask: Sequence[bool]) -> Three:
+    groups, x, mean, r, w = at
+    shape = list(groups.shape)
+    axes = list(range(x.dim() - len(shape), x.dim()))
+    only_x = [True, False, False]
+    t = aten.native_layer_norm_backward(q, x, shape, mean, r, None, None, only_x)[0]
+    y = aten.native_layer_norm_backward(xi, x, shape, mean, r, w, None, only_x)[0]
+    x_hat, g = (x - mean) * r, xi if w is None else xi * w  # type: ignore[operator]
+    c, a, phi = ((u * v).mean(axes, True) for u, v in ((q, x_hat), (g, x_hat), (g, t)))
+    s_x = torch.addcmul(c * y, a, t).addcmul_(phi, x_hat).mul_(-r)
+    s_w = (xi * t).sum_to_size(shape) if mask[2] else None
+    t_y = None if not mask[0] else t if w is None else t.mul_(w)
+    return t_y, s_x, s_w
+
+
+def _second_of_small_batch(at: Point, xi: Tensor, q: Tensor, mask: Sequence[bool]) -> Three:
+    _, x, mean, r, w = at
+    lay, axes = (-1, *[1] * (x.dim() - 2)), [0, *range(2, x.dim())]
+    how = (x, None, None, None, mean, r, True, 0.0, [True, True, False])
+    t, c, _ = aten.native_batch_norm_backward(q, *how)
+    y, a, _ = aten.native_batch_norm_backward(xi, *how)
+    phi = s_w = (xi * t).sum(axes)  # c, a and φ as sums yet, and without w
+    by = r * (-len(r) / x.numel())
+    by = by if w is None else by * w
+    on_x = by * phi * r
+    constant = (on_x * mean).neg_()  # type: ignore[operator]
+    s_x = torch.addcmul(constant.view(lay), x, on_x.view(lay))
+    s_x = s_x.addcmul_(t, (by * a).view(lay)).addcmul_(y, (by * c).view(lay))
+    t_y = None if not mask[0] else t if w is None else t.mul_(w.view(lay))
+    return t_y, s_x, s_w if mask[2] else None
+
+
+_SECOND_WHEN_SMALL = {"rows": _second_of_small_rows, "batch": _second_of_small_batch}
 
 
 # As one node of flattened sweeps -----------------------------------------------------------------

@@ -58,6 +58,7 @@ from .mechanism import (
     Arguments,
     Formula,
     Grads,
+    Switch,
     again,
     below,
     derivative_kernel,
@@ -133,12 +134,13 @@ def _slow_when_contiguous(K: Convolution, u, tau, xi, x, weight) -> bool:
     return weight.dtype in (torch.float32, torch.bfloat16) and not fast
 
 
-def kernel(formula: Formula, stock: Any) -> Callable:
+def kernel(formula: Formula, stock: Any, switch: Switch) -> Callable:
     """`derivative_kernel`, with dx alone as a convolution of its own."""
-    general = derivative_kernel(formula, stock)
+    general = derivative_kernel(formula, stock, switch)
 
     def run(keyset, *args, **kwargs):
-        if kwargs or args[-1] != [True, False, False] or not _is_one_convolution(*args[:-1]):
+        on = formula.family in switch.on and not kwargs
+        if not on or args[-1] != [True, False, False] or not _is_one_convolution(*args[:-1]):
             return general(keyset, *args, **kwargs)
         xi, x, weight, _, stride, padding, dilation, transposed, _, groups = args[:-1]
         missing = _missing(xi, x, weight, stride, padding, dilation, transposed)
@@ -420,7 +422,7 @@ _THEMSELVES = [
 # ------------------------------------------------------------------ forward mode
 
 
-def forward_kernel(formula: Formula, stock: Any) -> Callable:
+def forward_kernel(formula: Formula, stock: Any, switch: Switch) -> Callable:
     """Dual tensors are normalised in plain operations, all else by the stock kernel.
 
     A tangent that nothing differentiates again is right in stock, and stays bit for bit.

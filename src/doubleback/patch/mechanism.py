@@ -11,6 +11,11 @@ the alias key Autograd), so nothing is overwritten and removal uncovers PyTorch'
 kernel costs microseconds a call. So that first-order training pays none, kernels are registered
 when they are first needed: the first backward with `create_graph=True`, or the first forward-mode
 level, arms them. What mends a first derivative is registered at once.
+
+To register costs milliseconds, which a block in a training loop would pay at every step. Kernels of
+backward operators therefore outlive their block, switched off, until some calls have passed through
+them in vain. And a kernel that is there for speed alone, and was declined by its last calls because
+their tensors were small, rests for a while.
 """
 
 from __future__ import annotations
@@ -26,7 +31,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad, graph
+from torch.autograd import Variable, forward_ad, graph
 
 from .._torch import (
     AutoDispatchBelowAutograd,
@@ -45,6 +50,9 @@ from ..kernels import batched
 
 KEYS = ("AutogradCPU", "AutogradCUDA")
 SMALL_ON_STOCK = True  # see `Formula.pays`; tests of the formulas switch it off
+PATIENCE = 100  # small calls in a row after which a kernel rests, and after a rest a tenth of them
+REST = 100  # passes with `create_graph=True` that it rests for
+IN_VAIN = 100  # calls through kernels that are off, after which they are removed
 Grads = Sequence[Tensor | None]
 Arguments = dict[str, Any]
 _AFTER = after_autograd_keyset
@@ -88,7 +96,9 @@ class Formula:
         before the backward pass, as in stock.
     armed_by: what registers it, "create_graph" or "forward_mode"; "patch": `db.patch()` itself.
     keys: where it is registered.
-    kernel: makes its kernel from (formula, stock kernel), if not `derivative_kernel`.
+    kernel: makes its kernel from (formula, stock kernel, switch), if not `derivative_kernel`.
+    steps: (arguments by name) → the operator in PyTorch's own differentiable operators, where that
+        is quicker on a CPU because its tensors are small; None where it is not.
     pays: of the operator's arguments, whether `second` is quicker than stock on a CPU, where a
         small tensor's kernels take less time than the Python that calls them; None: always taken.
     """
@@ -104,14 +114,45 @@ class Formula:
     unread: tuple[str, ...] = ()
     armed_by: str = "create_graph"
     keys: tuple[str, ...] = KEYS
-    kernel: Callable[[Formula, Any], Callable] | None = None
+    kernel: Callable[[Formula, Any, Switch], Callable] | None = None
+    steps: Callable[[dict[str, Any]], Any] | None = None
     pays: Callable[..., bool] | None = None
+
+    @property
+    def outlives(self) -> bool:
+        """Whether its kernels stay when a block ends: those that forward passes call do not."""
+        return self.armed_by == "create_graph" and "_backward" in self.operator
 
     def overload(self) -> OpOverload | None:
         """The operator of this build of PyTorch, None where it has none."""
         name, _, variant = self.operator.partition(".")
         packet = getattr(torch.ops.aten, name, None)
         return getattr(packet, variant or "default", None)
+
+
+class Switch:
+    """What the kernels of a `Patcher` and the patcher tell one another.
+
+    on: the families that are wanted now; declined: the operators that were not worth it in a row of
+    calls; passed: how many calls went through kernels that are off; clean: removes these.
+    """
+
+    def __init__(self, clean: Callable[[], None]) -> None:
+        self.on: set[str] = set()
+        self.declined: set[str] = set()
+        self.passed = 0
+        self.clean = clean
+
+    def is_off(self, family: str) -> bool:
+        if family in self.on:
+            return False
+        self.passed += 1
+        if self.passed == IN_VAIN:
+            try:  # after this backward pass: no kernel is removed by itself
+                Variable._execution_engine.queue_callback(self.clean)
+            except RuntimeError:  # called outside of any
+                self.passed = 0
+        return True
 
 
 def plain(*tensors: Any) -> bool:
@@ -236,21 +277,32 @@ class Placement:
         return {**self.defaults, **dict(zip(self.positional, args, strict=False)), **kwargs}
 
 
-def derivative_kernel(formula: Formula, stock: Any) -> Callable:
+def derivative_kernel(formula: Formula, stock: Any, switch: Switch) -> Callable:
     """The autograd kernel of the operator, in front of `stock`.
 
     Every call of the operator comes here, so what most calls need is asked first.
     """
     site, apply = Placement.of(formula, formula.overload()), getattr(DerivativeNode, "apply")  # noqa: B009
     call_stock, accepts, names = stock.call_boxed, formula.accepts, site.tensors
-    pays = formula.pays
+    family, pays, steps = formula.family, formula.pays, formula.steps
+    on, small = switch.on, 0
 
     def kernel(keyset, *args, **kwargs):
+        nonlocal small
+        if family not in on and switch.is_off(family):
+            return call_stock(keyset, *args, **kwargs)
         differentiable = torch.is_grad_enabled()
         if forward_ad._current_level < 0:
-            small = pays is not None and SMALL_ON_STOCK and args[0].is_cpu and not pays(*args)
-            if small or not differentiable:
+            if not differentiable:
                 return call_stock(keyset, *args, **kwargs)
+            if pays is not None and SMALL_ON_STOCK and args[0].is_cpu:
+                if not pays(*args):
+                    small += 1
+                    if small >= PATIENCE:
+                        small -= PATIENCE // 10
+                        switch.declined.add(formula.operator)
+                    return call_stock(keyset, *args, **kwargs)
+                small = 0
         arguments = site.arguments(args, kwargs)
         tensors = [arguments[name] for name in names]
         dual = is_dual(*tensors)
@@ -264,6 +316,10 @@ def derivative_kernel(formula: Formula, stock: Any) -> Callable:
         for i in site.derived:
             tensors[i] = tensors[i].detach()
         if peek_interpreter_stack() is None:
+            if steps is not None and SMALL_ON_STOCK and args[0].is_cpu:
+                written = steps(arguments)
+                if written is not None:
+                    return written
             return apply(site, keyset, arguments, args, kwargs, *tensors)
         with enable_single_level_autograd_function():
             return apply(site, keyset, arguments, args, kwargs, *tensors)
@@ -282,7 +338,8 @@ class Entry:
     """One row of the report.
 
     state: "replaced"; "ready" (registered at the first `create_graph=True` or forward-mode
-    level); "stock" (not asked for); "missing" in this build; "foreign" (another library's).
+    level, or again after a rest, see `REST`); "stock" (not asked for); "missing" in this build;
+    "foreign" (another library's).
     """
 
     operator: str
@@ -329,8 +386,12 @@ class Patcher:
         self.permanent: set[str] = set()
         self.blocks: dict[object, set[str]] = {}  # of `patched`, those that run now
         self.armed = {"patch"}
-        self.libraries: dict[str, torch.library.Library] = {}
+        self.libraries: dict[tuple[str, str], torch.library.Library] = {}  # by operator and key
+        self.kernels: dict[tuple[str, str], Callable] = {}
+        self.resting: dict[str, int] = {}  # on a CPU, until which pass
+        self.passes = 0  # with create_graph=True
         self.hooks: list[tuple[Any, str, Any, Any]] = []
+        self.switch = Switch(self.clean)
 
     # ------------------------------------------------------------------------ who wants what
 
@@ -351,6 +412,7 @@ class Patcher:
         version_check(torch.__version__)
         with self.lock:
             self.permanent |= self.choose(only)
+            self.resting.clear()
             self.settle()
 
     def unpatch(self) -> None:
@@ -377,6 +439,11 @@ class Patcher:
     def leave(self, block: object) -> None:
         with self.lock:
             self.blocks.pop(block, None)
+            self.settle(outlive=True)
+
+    def clean(self) -> None:
+        """Remove what outlived its block."""
+        with self.lock:
             self.settle()
 
     def wanted(self) -> set[str]:
@@ -384,32 +451,49 @@ class Patcher:
 
     # ------------------------------------------------------------------------ what is there
 
-    def settle(self) -> None:
-        """Make what is registered agree with what is wanted."""
+    def settle(self, outlive: bool = False) -> None:
+        """Make what is registered agree with what is wanted; outlive: off is enough for a while."""
         wanted = self.wanted()
+        self.switch.on.intersection_update(wanted)
+        self.switch.on.update(wanted)
+        self.switch.passed = 0
         if wanted and not self.hooks:
             self.hook()
         for name, formula in self.formulas.items():
             due = formula.family in wanted and formula.armed_by in self.armed
-            if due and name not in self.libraries:
-                self.register(formula)
-            elif not due and name in self.libraries:
-                self.libraries.pop(name)._destroy()
-                forget(formula.overload())
+            for key in formula.keys:
+                here, rests = (name, key) in self.libraries, key == KEYS[0] and name in self.resting
+                if due and not here and not rests:
+                    self.register(formula, key)
+                elif here and (rests or not (due or (outlive and formula.outlives))):
+                    self.libraries.pop((name, key))._destroy()
+                    forget(formula.overload())
         if not wanted and self.hooks:
             self.unhook()
 
-    def register(self, formula: Formula) -> None:
-        op = formula.overload()
+    def register(self, formula: Formula, key: str) -> None:
+        op, place = formula.overload(), (formula.operator, key)
         if op is None or foreign(op):
             return
-        library = torch.library.Library("aten", "IMPL")
-        for key in formula.keys:
-            stock = torch.library.get_kernel(op, key)
+        if place not in self.kernels:
             make = formula.kernel or derivative_kernel
-            library.impl(op, make(formula, stock), key, with_keyset=True)
-        self.libraries[formula.operator] = library
+            self.kernels[place] = make(formula, torch.library.get_kernel(op, key), self.switch)
+        library = torch.library.Library("aten", "IMPL")
+        library.impl(op, self.kernels[place], key, with_keyset=True)
+        self.libraries[place] = library
         forget(op)
+
+    def rest(self) -> None:
+        """Before a pass with create_graph=True: kernels that were declined go, others come back."""
+        self.passes += 1
+        over = [name for name, until in self.resting.items() if until <= self.passes]
+        if over or self.switch.declined:
+            with self.lock:
+                for name in over:
+                    self.resting.pop(name, None)
+                while self.switch.declined:
+                    self.resting[self.switch.declined.pop()] = self.passes + REST
+                self.settle()
 
     def arm(self, *events: str) -> None:
         with self.lock:
@@ -424,8 +508,10 @@ class Patcher:
         @functools.wraps(run)
         def run_backward(outputs, *args, **kwargs):
             # args: gradients, retain_graph, create_graph, …
-            if args[2] and "create_graph" not in self.armed:
-                self.arm("create_graph")
+            if args[2]:
+                if "create_graph" not in self.armed:
+                    self.arm("create_graph")
+                self.rest()
             return run(outputs, *args, **kwargs)
 
         @functools.wraps(enter)
@@ -463,9 +549,11 @@ class Patcher:
             state, reason = "missing", f"torch {torch.__version__} has no such operator"
         elif place := foreign(op):
             state, reason = "foreign", f"its autograd kernel was replaced at {place}; left as it is"
-        elif formula.operator in self.libraries:
+        elif formula.family not in wanted:
+            pass
+        elif any((formula.operator, key) in self.libraries for key in formula.keys):
             state = "replaced"
-        elif formula.family in wanted:
+        else:
             state = "ready"
         return Entry(formula.operator, formula.family, state, reason)
 

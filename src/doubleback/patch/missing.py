@@ -46,7 +46,18 @@ from .._torch import (
 )
 from ..dtypes import accumulation
 from ..kernels import CUDNN, EFFICIENT, FLASH, Dropout, attention_second, recovered
-from .mechanism import Applied, Arguments, Formula, Grads, Placement, again, below, plain, through
+from .mechanism import (
+    Applied,
+    Arguments,
+    Formula,
+    Grads,
+    Placement,
+    Switch,
+    again,
+    below,
+    plain,
+    through,
+)
 
 # -------------------------------------------------------------------------------------- attention
 
@@ -106,6 +117,28 @@ def _composite_attention(backend: int, a: Arguments) -> tuple[Tensor | None, ...
     return tuple(g if w else None for g, w in zip(grads, wanted, strict=True))
 
 
+SCORES = 1 << 16  # as many are written down rather than recomputed in blocks
+
+
+def _attention_steps(a: Arguments) -> tuple[Tensor, ...] | None:
+    """dv = Pᵀξ, dS = P⊙(ξvᵀ − Σ P⊙ξvᵀ), dq = σ dS k, dk = σ dSᵀq, all of it for autograd to
+    differentiate."""
+    q, k, v, xi = a["query"], a["key"], a["value"], a[_cotangent_name(a)]
+    (*batch, rows, width), keys = q.shape, k.shape[-2]
+    plain = a["dropout_p"] == 0 and _mask(a) is None and k.shape[:-2] == q.shape[:-2]
+    exact = q.dtype in (torch.float32, torch.float64)
+    if not (plain and exact) or math.prod(batch) * rows * keys > SCORES:
+        return None
+    scale = a["scale"] if a["scale"] is not None else width**-0.5
+    scores = (scale * q) @ k.mT
+    if a["is_causal"]:
+        seen = torch.ones(rows, keys, dtype=torch.bool, device=q.device).tril()
+        scores = scores.masked_fill(~seen, -math.inf)
+    p = scores.softmax(-1)
+    ds = aten._softmax_backward_data(xi @ v.mT, p, -1, p.dtype) * scale
+    return ds @ k, ds.mT @ q, p.mT @ xi
+
+
 def _accepts_attention(a: Arguments) -> bool:
     """Dense, of equal lengths in a batch, and with a dropout that can be had again."""
     tensors = (a["query"], a["key"], a["value"], a["out"], a["logsumexp"], _mask(a))
@@ -125,6 +158,7 @@ ATTENTION = [
         _accepts_attention,
         partial(_composite_attention, backend),
         derived=("out", "logsumexp"),
+        steps=_attention_steps if "cpu" in name else None,
     )
     for name, backend in (
         ("_scaled_dot_product_flash_attention_for_cpu_backward", FLASH),
@@ -254,11 +288,12 @@ class _Backward(SingleLevelFunction):
         return (None, None, None, None, None, *(bars.get(name) for name in ctx.names))
 
 
-def kernel(formula: Formula, stock: Any) -> Callable:
+def kernel(formula: Formula, stock: Any, switch: Switch) -> Callable:
     site, apply = Placement.of(formula, formula.overload()), getattr(_Backward, "apply")  # noqa: B009
 
     def run(keyset, *args, **kwargs):
-        if torch.is_grad_enabled() and any_requires_grad(*args, **kwargs):
+        off = formula.family not in switch.on and switch.is_off(formula.family)
+        if not off and torch.is_grad_enabled() and any_requires_grad(*args, **kwargs):
             a = site.arguments(args, kwargs)
             if _accepts_recurrent(a):
                 tensors = [a[name] for name in _NAMES]
@@ -565,7 +600,7 @@ def in_rows(backward: Callable[..., Tensor], grad: Tensor, x: Tensor, *options: 
     return backward(grad, unread, *options).contiguous(memory_format=torch.channels_last)
 
 
-def _pooling_kernel(formula: Formula, stock: Any) -> Callable:
+def _pooling_kernel(formula: Formula, stock: Any, switch: Switch) -> Callable:
     call_stock = stock.call_boxed
 
     def kernel(keyset, grad, x, kernel_size, stride, padding, *options):

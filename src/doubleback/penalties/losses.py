@@ -183,6 +183,9 @@ class Norm:
     def value(self, xi: Sequence[Tensor]) -> Tensor:
         return safe_sqrt(dual_square(self.space, xi)[0])
 
+    def of_length(self, norm: Tensor) -> Tensor:
+        return norm
+
     def measure(self, xi: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
         square, representers = dual_square(self.space, xi, wide=True)
         norm = safe_sqrt(square)
@@ -212,7 +215,10 @@ class Deviation:
             )
 
     def value(self, xi: Sequence[Tensor]) -> Tensor:
-        excess = safe_sqrt(dual_square(self.space, xi)[0]) - self.target
+        return self.of_length(safe_sqrt(dual_square(self.space, xi)[0]))
+
+    def of_length(self, norm: Tensor) -> Tensor:
+        excess = norm - self.target
         return (excess.clamp(min=0) if self.one_sided else excess).square()
 
     def measure(self, xi: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
@@ -292,13 +298,17 @@ class Loss(ABC):
     @abstractmethod
     def check(self, out_shape: Sequence[int], y: Any) -> None: ...
 
-    def check_shapes(self, out_shape: Sequence[int], y: Any) -> None:
-        """The same without a look at numbers, before an operator that looks at them itself."""
+    def quick_check(self, out_shape: Sequence[int], y: Any) -> None:
+        """The same before `total` or `quick_gradient`, which may look at numbers themselves."""
         self.check(out_shape, y)
 
     def total(self, out: Tensor, y: Any) -> Tensor | None:
-        """The sum of all losses by PyTorch's own operator, where there is one."""
-        return None
+        """The sum of all losses, where autograd differentiates it in few operations."""
+        return self.values(out, y).sum()
+
+    def quick_gradient(self, out: Tensor, y: Any) -> Tensor | None:
+        """∇ℓ as a formula in the fewest operations, None where there is none."""
+        return self.gradient(out, y)
 
     def gradient_degree(self, degree: int) -> int | None:
         """The degree of ∇ℓ as a polynomial in whatever the output is one of degree `degree` in;
@@ -320,7 +330,7 @@ class CrossEntropy(Loss):
     ∇ℓ = (Σt) s − t and ∇²ℓ h = (Σt)(s⊙h − ⟨s,h⟩s), classes on axis 1.
     """
 
-    volatile = ("looked_at",)
+    volatile = ("looked_at", "ignored")
 
     def __init__(
         self, label_smoothing: float, class_weights: Tensor | None, ignore_index: int
@@ -331,6 +341,7 @@ class CrossEntropy(Loss):
         self.weights = class_weights
         self.ignore = ignore_index
         self.looked_at = 0
+        self.ignored = False  # whether labels to be ignored were met
 
     def _weights(self, out: Tensor) -> Tensor | None:
         if self.weights is None:
@@ -364,11 +375,28 @@ class CrossEntropy(Loss):
         s = torch.softmax(lifted(out), 1)
         return (target.sum(1, keepdim=True) * s - target).to(out.dtype)
 
+    def _bare(self, y: Tensor) -> bool:
+        """Whether PyTorch's operators take these labels, of 64 bits alone, and look at them."""
+        return not self.smoothing and self.weights is None and y.dtype is torch.long
+
     def total(self, out: Tensor, y: Any) -> Tensor | None:
-        # PyTorch's own takes labels of 64 bits alone
-        if self.smoothing or self.weights is not None or y.dtype is not torch.long:
+        if not self._bare(y):
             return None
         return F.cross_entropy(lifted(out), y, ignore_index=self.ignore, reduction="sum")
+
+    def quick_gradient(self, out: Tensor, y: Any) -> Tensor | None:
+        if not self._bare(y):
+            return self.gradient(out, y)
+        if self.ignored or out.dim() != 2 or 0 <= self.ignore < out.shape[1]:
+            return None
+        wide = lifted(out)
+        try:
+            hot = torch.zeros_like(wide).scatter_(1, y.unsqueeze(1), -1.0)
+        except RuntimeError:  # labels beyond the classes: to be ignored, or wrong
+            self.ignored = True
+            return None
+        v = torch.softmax(wide, 1) + hot
+        return v if wide is out else v.to(out.dtype)
 
     def hessian(self, out: Tensor, y: Tensor, h: Tensor) -> Tensor:
         total = self._targets(out, y).sum(1, keepdim=True)
@@ -381,11 +409,19 @@ class CrossEntropy(Loss):
         return torch.randint(classes or out.shape[1], (out.shape[0], *out.shape[2:]))
 
     def check(self, out_shape: Sequence[int], y: Any) -> None:
-        self.check_shapes(out_shape, y)
+        self._check_shapes(out_shape, y)
         if not y.is_floating_point():
             self._check_range(y, out_shape[1])
 
-    def check_shapes(self, out_shape: Sequence[int], y: Any) -> None:
+    def quick_check(self, out_shape: Sequence[int], y: Any) -> None:
+        if (
+            not self._bare(y)
+            or len(out_shape) < 2
+            or tuple(y.shape) != (out_shape[0], *out_shape[2:])
+        ):
+            self.check(out_shape, y)
+
+    def _check_shapes(self, out_shape: Sequence[int], y: Any) -> None:
         shape = tuple(out_shape)
         if len(shape) < 2:
             raise LabelError(f"cross_entropy needs an output of shape (B, C, …), not {shape}")
@@ -473,6 +509,9 @@ class CallableLoss(Loss):
 
     def __init__(self, fn: Callable[[Tensor, Any], Tensor]) -> None:
         self.fn = fn
+
+    def quick_gradient(self, out: Tensor, y: Any) -> Tensor | None:
+        return None
 
     def values(self, out: Tensor, y: Any) -> Tensor:
         values = self.fn(out, y)

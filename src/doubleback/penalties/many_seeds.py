@@ -197,6 +197,14 @@ class Jacobian(Penalty):
         bank = self.bank(out.detach())
         return [math.sqrt(self.scale(out.shape)) * v for v in self.vectors(out, bank)]
 
+    def quick_seed(self, out: Tensor, x: Sequence[Tensor], *extra: Tensor) -> Tensor | None:
+        if self.of == "softmax" or self.projections != 1:
+            return super().quick_seed(out, x, *extra)
+        batch, size = out.shape[0], math.prod(out.shape[1:])
+        drawn = torch.randn((batch, size, 1), dtype=torch.float32, device=out.device)
+        drawn = drawn / torch.linalg.vector_norm(drawn, dim=1, keepdim=True)
+        return math.sqrt(size) * drawn.reshape(out.shape).to(out.dtype)
+
     # ------------------------------------------------------------------------------ errors
 
     def check(self, out_shape: Sequence[int], x: Sequence[Tensor], *extra: Any) -> None:

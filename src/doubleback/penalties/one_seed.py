@@ -28,20 +28,22 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .._torch import BatchNorm, TorchDispatchMode, pytree
-from ..dtypes import accumulation, is_half
+from ..dtypes import HALF, accumulation, is_half, lifted
 from ..errors import InputError
 from ..graph import draws
 from ..run import CallersProgram, FourSweeps, Request, refuse_others, remember
-from ..spaces import per_example
+from ..spaces import Euclidean, per_example
 from .losses import (
     PER_EXAMPLE,
-    CallableLoss,
     Callback,
+    Deviation,
     Loss,
     LossName,
+    Norm,
     NormLike,
     Reduction,
     SquaredNorm,
@@ -88,6 +90,7 @@ class Penalty(ABC):
     chance: str | None = None  # why its numbers are no function of weights and inputs alone
     carries: bool = False  # whether a call goes on from what the last one left
     no_graph: str | None = None  # why a CUDA graph cannot compute it
+    one_seed: bool = True  # whether one v is all there is: autograd takes the same products then
     iterations: int = 0  # rounds of a power iteration before the sweeps
 
     def __init__(self, norm: NormLike | None = None, reduction: Reduction = "mean") -> None:
@@ -237,23 +240,48 @@ class Penalty(ABC):
         None where it is not known what they have to be. classes: how many labels tell apart."""
         return None if self.extras else ()
 
-    @property
-    def one_seed(self) -> bool:
-        """Whether one v is all there is: then autograd takes the same products as the sweeps."""
-        return True
-
     def pulls(self, out_shape: Sequence[int]) -> int | None:
         """How many v autograd would pull through the network, one by one; None where that is no way
         for this penalty."""
         return 1 if self.one_seed else None
 
-    def quick_seeds(self, out: Tensor, x: Sequence[Tensor], *extra: Tensor) -> Sequence[Tensor]:
-        """The same in the fewest operations, for networks that run on autograd by choice."""
-        return self.oracle_seeds(out, x, *extra)
+    def quick_seed(self, out: Tensor, x: Sequence[Tensor], *extra: Tensor) -> Tensor | None:
+        """The one v in the fewest operations, for networks that run on autograd by choice; None
+        where `quick_total` or `oracle_values` is the quicker way."""
+        if not self.one_seed or type(self).oracle_values is not Penalty.oracle_values:
+            return None
+        seeds = self.oracle_seeds(out, x, *extra)
+        return seeds[0] if len(seeds) == 1 else None
 
     def quick_total(self, out: Tensor, *extra: Tensor) -> Tensor | None:
-        """A scalar whose gradient in the output v is, where that is quicker still."""
+        """A scalar whose gradient in the output v is, where there is one for all examples."""
         return None
+
+    def quick_value(self, xi: Sequence[Tensor], *extra: Tensor) -> Tensor:
+        """`reduce(value(ξ))` in the fewest operations."""
+        if type(self).value is not Penalty.value:
+            return self.reduce(self.value(xi, *extra))
+        return self._quick_value(xi)
+
+    def _quick_value(self, xi: Sequence[Tensor]) -> Tensor:
+        norm: Any = self.norm
+        if self._sums_squares(xi):
+            return self._quick_mean(lifted(xi[0]).square().sum(), len(xi[0]))
+        plain = len(xi) == 1 and xi[0].dim() > 1 and type(norm) in (Norm, Deviation)
+        if plain and type(norm.space) is Euclidean:  # PyTorch's has the derivative 0 at 0, too
+            lengths = torch.linalg.vector_norm(lifted(xi[0]).flatten(1), dim=1)
+            return self.reduce(norm.of_length(lengths))
+        return self.reduce(norm.value(xi))
+
+    def _sums_squares(self, xi: Sequence[Tensor]) -> bool:
+        """Whether the penalty is Σ ξᵢ², over the number of examples or not."""
+        norm, own = self.norm, type(self).reduce is not Penalty.reduce
+        square = type(norm) is SquaredNorm and type(norm.space) is Euclidean
+        some = len(xi) == 1 and xi[0].dim() > 0 and len(xi[0]) > 0
+        return square and some and self.reduction != "none" and not own
+
+    def _quick_mean(self, total: Tensor, batch: int) -> Tensor:
+        return total * (1 / batch) if self.reduction == "mean" else total
 
     def check(self, out_shape: Sequence[int], x: Sequence[Tensor], *extra: Any) -> None:
         """Raise an `InputError` where the arguments do not fit: here, where several inputs do not
@@ -268,7 +296,7 @@ class Penalty(ABC):
             )
 
     def quick_check(self, out_shape: Sequence[int], x: Sequence[Tensor], *extra: Any) -> None:
-        """The same before `quick_total`, which may look at numbers itself."""
+        """The same before `quick_seed` or `quick_total`, which may look at numbers themselves."""
         self.check(out_shape, x, *extra)
 
     def fingerprint(self) -> Hashable | None:
@@ -348,17 +376,16 @@ class LossGradient(Penalty):
         values = self.loss.values(out, extra[0])
         return torch.autograd.grad(values.sum(), out, create_graph=True)[0]
 
-    def quick_seeds(self, out: Tensor, x: Sequence[Tensor], *extra: Tensor) -> Sequence[Tensor]:
-        if isinstance(self.loss, CallableLoss):
-            return super().quick_seeds(out, x, *extra)
-        return [self.loss.gradient(out, extra[0])]  # a formula, which autograd differentiates
+    def quick_seed(self, out: Tensor, x: Sequence[Tensor], *extra: Tensor) -> Tensor | None:
+        return self.loss.quick_gradient(out, extra[0])
 
     def quick_total(self, out: Tensor, *extra: Tensor) -> Tensor | None:
         return self.loss.total(out, extra[0])
 
     def quick_check(self, out_shape: Sequence[int], x: Sequence[Tensor], *extra: Any) -> None:
-        super().check(out_shape, x, *extra)
-        self.loss.check_shapes(out_shape, extra[0])
+        if len(x) > 1:
+            super().check(out_shape, x, *extra)
+        self.loss.quick_check(out_shape, extra[0])
 
     def head(self, out: Tensor, h: Tensor, *extra: Tensor) -> Tensor | None:
         return self.loss.hessian(out, extra[0], h)
@@ -400,6 +427,9 @@ class _Entry(Penalty):
             hot = (torch.arange(size, device=out.device) == i % size).to(out.dtype)
             v = v * hot.reshape(-1, *(1,) * (out.dim() - axis - 1))
         return v.expand(out.shape).contiguous()
+
+    def quick_seed(self, out: Tensor, x: Sequence[Tensor], *extra: Tensor) -> Tensor | None:
+        return self.seed(out)
 
     def check(self, out_shape: Sequence[int], x: Sequence[Tensor], *extra: Any) -> None:
         super().check(out_shape, x, *extra)
@@ -472,6 +502,13 @@ class GradientMatch(_Entry):
     def value(self, xi: Sequence[Tensor], *extra: Tensor) -> Tensor:
         return self.norm.value(self._difference(xi, extra[0]))
 
+    def quick_value(self, xi: Sequence[Tensor], *extra: Tensor) -> Tensor:
+        target = extra[0]
+        same = isinstance(target, Tensor) and target.dtype is xi[0].dtype
+        if same and target.dtype not in HALF and self._sums_squares(xi):
+            return self._quick_mean(F.mse_loss(xi[0], target, reduction="sum"), len(target))
+        return self._quick_value(self._difference(xi, target))
+
     def check(self, out_shape: Sequence[int], x: Sequence[Tensor], *extra: Any) -> None:
         super().check(out_shape, x, *extra)
         targets = extra[0] if isinstance(extra[0], (tuple, list)) else (extra[0],)
@@ -499,13 +536,21 @@ class BilinearForm(Penalty):
     def seed(self, out: Tensor, *extra: Tensor) -> Tensor:
         return extra[0].to(out.dtype)
 
+    def quick_seed(self, out: Tensor, x: Sequence[Tensor], *extra: Tensor) -> Tensor | None:
+        return extra[0] if extra[0].dtype is out.dtype else extra[0].to(out.dtype)
+
+    def quick_check(self, out_shape: Sequence[int], x: Sequence[Tensor], *extra: Any) -> None:
+        if len(x) > 1 or extra[0].shape != out_shape or extra[1].shape != x[0].shape:
+            self.check(out_shape, x, *extra)
+
     def measure(self, xi: Sequence[Tensor], *extra: Tensor) -> tuple[Tensor, list[Tensor]]:
         along = extra[1] if isinstance(extra[1], (tuple, list)) else (extra[1],)
         return self.value(xi, *extra), [q.to(u.dtype) for u, q in zip(xi, along, strict=True)]
 
     def value(self, xi: Sequence[Tensor], *extra: Tensor) -> Tensor:
         along = extra[1] if isinstance(extra[1], (tuple, list)) else (extra[1],)
-        return torch.stack([per_example(u * q) for u, q in zip(xi, along, strict=True)]).sum(0)
+        parts = [per_example(u * q) for u, q in zip(xi, along, strict=True)]
+        return sum(parts[1:], parts[0])
 
     def check(self, out_shape: Sequence[int], x: Sequence[Tensor], *extra: Any) -> None:
         super().check(out_shape, x, *extra)

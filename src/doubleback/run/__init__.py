@@ -11,7 +11,7 @@ from .bridge import (
     refuse_inside_forward,
     several,
 )
-from .callers import CallersProgram, refuse_others
+from .callers import CallersGradient, CallersProgram, refuse_others
 from .cuda_graphs import GraphedProgram, GraphedStep, GraphRefused
 from .flattening import Family, OpenReplay, Replay
 from .inductor import laid_out, quiet, sound
@@ -29,6 +29,7 @@ from .straight_line import NEAR, boxed, clean
 
 __all__ = [
     "NEAR",
+    "CallersGradient",
     "CallersProgram",
     "Family",
     "First",

@@ -22,7 +22,7 @@ from ..errors import InputError, StaleGraphError
 from ..graph import Node
 from ..plan import Stretch
 from .flattening import Replay
-from .program import First, FlattenedProgram, FourSweeps, Step, join
+from .program import First, FlattenedProgram, FourSweeps, GradientProgram, Step, join
 from .state import behind
 
 
@@ -121,15 +121,18 @@ class CallersProgram(FourSweeps):
         self, leaves: Mapping[int, Tensor], values: dict, saved: dict, v: Tensor, keep: bool
     ) -> tuple[list[Tensor], dict[Any, Any]]:
         def run(here: CallersProgram, nested: Any) -> Any:
-            watch = sweeps.finite_watch(here.plan) if here.debug else None
+            plan, seed = here.plan, nested[2]
+            watch = sweeps.finite_watch(plan) if here.debug else None
             state = sweeps.State(dict(nested[0]), dict(nested[1]))
-            xi = sweeps.backward(here.plan, state, nested[2], keep=keep, watch=watch)
+            rows = here._rows(seed, plan.target)
+            xi = sweeps.backward(plan, state, seed, keep=keep, watch=watch, seeds=rows)
             return list(xi), state.xi
 
         xi, held = self.replay(self, ("backward", keep), run, (values, saved, v))
-        zeros = [torch.zeros_like(leaves[x]) if u is None else u
-                 for x, u in zip(self.plan.penalised, xi, strict=True)]  # fmt: skip
-        return zeros, held
+        front = v.shape[: v.dim() - values[self.plan.target].dim()]
+        full = [leaves[x].new_zeros(*front, *leaves[x].shape) if u is None else u
+                for x, u in zip(self.plan.penalised, xi, strict=True)]  # fmt: skip
+        return full, held
 
     @property
     def stretches(self) -> Sequence[Stretch]:
@@ -145,8 +148,7 @@ class CallersProgram(FourSweeps):
         if grad_values is not None:
             parts = pytree.tree_leaves(tuple(state.given))
             asked = [parts[i] for i in self.asked]
-            leaves = [*state.xi, state.out]
-            (*q, seen), own = _pulled(state.per_example, leaves, asked, grad_values, keep)
+            (*q, seen), own = self._starts(state, grad_values, asked, keep)
             h, gamma = self._tangent(state, q, keep)
             if plan.target in plan.trained:
                 join(gamma, plan.target, seen)
@@ -161,6 +163,13 @@ class CallersProgram(FourSweeps):
                 join(gamma, v, grad)
         return own, self._second(state, gamma, keep, stretches)
 
+    def _starts(
+        self, state: Called, along: Any, asked: Sequence[Tensor], keep: bool
+    ) -> tuple[Sequence[Tensor | None], list[Tensor | None]]:
+        """(q₀ at each penalised input, and the gradient by p of the output; that of what is
+        asked)."""
+        return _pulled(state.per_example, [*state.xi, state.out], asked, along, keep)
+
     def _tangent(
         self, state: Called, q: Sequence[Tensor | None], keep: bool
     ) -> tuple[Tensor | None, dict[int, Tensor]]:
@@ -168,7 +177,8 @@ class CallersProgram(FourSweeps):
             watch = sweeps.finite_watch(here.plan) if here.debug else None
             values, saved, held, start = nested
             inner = sweeps.State(dict(values), dict(saved), dict(held))
-            return sweeps.tangent(here.plan, inner, dict(start), watch=watch)
+            rows = next((here._rows(u, v) for v, u in start.items()), None)
+            return sweeps.tangent(here.plan, inner, dict(start), watch=watch, seeds=rows)
 
         start = {v: u for v, u in zip(self.plan.penalised, q, strict=True) if u is not None}
         nested = (state.values, state.saved, state.held, start)
@@ -218,6 +228,34 @@ class CallersProgram(FourSweeps):
         weights = penalty.unreduce(weights, per_example.shape[0])
         grads = self.last(state, extra, {plan.target: grad_out}, weights)
         return outputs, loss_value, value, grads, mutated
+
+
+@dataclass(frozen=True, eq=False)
+class CallersGradient(CallersProgram, GradientProgram):
+    """The gradient itself, for a v that is a caller's own."""
+
+    def first(self, leaves: Mapping[int, Tensor], extra: Sequence[Any], keep: bool = True) -> First:
+        self.replay.tick()
+        leaves = self.replay.leaves(leaves)
+        outputs, mutated, values, saved = self._forward(leaves)
+        with torch.enable_grad():
+            out = values[self.plan.target].detach().requires_grad_()
+            v = self.penalty.seed(out)
+        refuse_others("v", v, out)
+        xi, held = self._backward(leaves, values, saved, v.detach(), keep)
+        xi = self._measured(sweeps.State(values, saved, held), xi, extra)
+        state = Called(values, saved, held, out, v, [], out, ())
+        return First(outputs, xi, mutated, state if keep else None)
+
+    def _starts(
+        self, state: Called, along: Any, asked: Sequence[Tensor], keep: bool
+    ) -> tuple[Sequence[Tensor | None], list[Tensor | None]]:
+        metas = [self.plan.graph.values[v] for v in self.plan.penalised]
+        q = [
+            None if u is None else u.to(meta.dtype)  # type: ignore[union-attr]
+            for u, meta in zip(along, metas, strict=True)
+        ]
+        return [*q, None], []
 
 
 def _gradient(losses: Any, out: Tensor) -> Tensor:

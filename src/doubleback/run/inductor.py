@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -314,22 +315,26 @@ def quiet() -> Iterator[None]:
 @contextmanager
 def sound() -> Iterator[None]:
     """A context in which Inductor keeps readers of a tensor behind its writers (an index_add, a
-    scatter).
+    scatter), and writes into no memory that is seen from several places.
 
     To fuse two loops on a CPU, PyTorch changes the ranges of one and finds out anew what it reads,
     by the names that tensors had before anything was written into them: a reader that comes after a
     scatter then counts as one before it, and may run before it. Before 2.13 it also forgets that a
     writer waits for the readers of the old values. Names and waits are put right. Before 2.13 the
     settings are those of all threads, too, so that one at a time compiles.
+
+    And where nobody reads a tensor again, it writes into it instead of a copy, without a look at
+    its strides: into an expanded one (as vmap makes of zeros) it adds for all of its rows at once.
     """
     _keep_names()
+    _keep_copies()
     turn = _torch.compile_lock if _torch.before(2, 13) else nullcontext()
     with turn, _torch.inductor_config.patch(SOUND):
         yield
 
 
-# One less than usual, so that no graph from before is found in the caches on disk.
-SOUND = {"max_fusion_size": 63}
+# Two less than usual, so that no graph from before is found in the caches on disk.
+SOUND = {"max_fusion_size": 62}
 
 
 @cache
@@ -345,6 +350,32 @@ def _keep_names() -> None:
         self.set_read_writes(found.rename(self.mutation_renames))
 
     node.recompute_size_and_body = recompute  # type: ignore[method-assign]
+
+
+@cache
+def _keep_copies() -> None:
+    for op, how in list(_torch.inplaceable_ops.items()):
+
+        def check(node: Node, how: Any = how) -> bool:
+            written = [node.args[i] for i in how.mutated_args]
+            return how.extra_check(node) and not any(map(_overlaps, written))
+
+        _torch.inplaceable_ops[op] = replace(how, extra_check=check)
+
+
+def _overlaps(node: Any) -> bool:
+    """Whether several entries of a tensor may lie in one place. An open size counts as two."""
+    value = node.meta.get("val") if isinstance(node, Node) else None
+    if not isinstance(value, Tensor):
+        return False
+    pairs = zip(value.stride(), value.shape, strict=True)
+    known = [(step, n) if type(n) is int else (step, 2) for step, n in pairs if type(step) is int]
+    reach = 0  # of the axes so far
+    for step, n in sorted(known):
+        if n > 1 and step <= reach:
+            return True
+        reach += step * (n - 1)
+    return False
 
 
 @cache
