@@ -205,6 +205,12 @@ def batches(count: int, size: int, generator: torch.Generator) -> Iterator[Tenso
         yield rows[start : start + size]
 
 
+def clock(device: torch.device) -> Callable[[], float]:
+    """Seconds to compare ways of computing by: the processor's own on a CPU, which do not count
+    what else runs on the machine."""
+    return time.process_time if device.type == "cpu" else time.perf_counter
+
+
 # ------------------------------------------------------------------------------------- command
 
 

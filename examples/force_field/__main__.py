@@ -8,7 +8,6 @@ import argparse
 import itertools
 import statistics
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -247,6 +246,7 @@ def rates(
 ) -> dict[str, float]:
     """Steps per second without the optimiser, in turn and in changing order; from lower quartiles
     of the times, since whatever else runs on the machine can only add to them."""
+    clock = common.clock(device)
     generator = torch.Generator().manual_seed(0)
     ways = {"stock": stock_step(model.net), "ours": our_step(model)}
     times: dict[str, list[float]] = {name: [] for name in ways}
@@ -254,12 +254,12 @@ def rates(
         batch = draw_batch(data, generator, device)
         for name, step in list(ways.items())[:: 1 if turn % 2 else -1]:
             model.zero_grad()
-            begin = time.perf_counter()
+            begin = clock()
             step(*batch)
             if device.type == "cuda":
                 torch.cuda.synchronize()
             if turn >= 5:
-                times[name].append(time.perf_counter() - begin)
+                times[name].append(clock() - begin)
     return {name: 1 / statistics.quantiles(taken, n=4)[0] for name, taken in times.items()}
 
 
@@ -441,9 +441,9 @@ def report(runs: dict[str, list[Found]], data: str) -> common.Report:
             f"{told} as many per second",
         )
     made.notes.append(
-        "rates are those of steps without the optimiser (lower quartiles of times), both ways "
-        "in turn on the same batches, every one with other numbers of atoms and pairs; compare "
-        "them with each other, not with those of another machine"
+        "rates are those of steps without the optimiser (lower quartiles of times, on a CPU the "
+        "processor's), both ways in turn on the same batches, every one with other numbers of "
+        "atoms and pairs; compare them with each other, not with those of another machine"
     )
     made.notes.append(
         f"drift: largest change within the run, median of {PATHS} clusters that were not trained "

@@ -15,7 +15,6 @@ from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
-from matplotlib.patches import Circle
 from torch import Tensor, nn
 
 import doubleback as db
@@ -327,7 +326,7 @@ def _draw_ring(cell, one: Found, colour: str) -> None:
     pale = 3 * high - 2 * low  # so that the highest is a light grey
     cell.contourf(line, line, one.critic, 8, cmap="Greys", vmin=low, vmax=pale)
     for x, y in centres().tolist():
-        cell.add_patch(Circle((x, y), REACHED * WIDTH, fill=False, lw=0.8))
+        cell.add_patch(common.plt.Circle((x, y), REACHED * WIDTH, fill=False, lw=0.8))
     cell.scatter(*one.samples[:500].T, s=2, color=colour)
     cell.set(xlim=(-REACH, REACH), ylim=(-REACH, REACH), aspect="equal", xticks=[], yticks=[])
 

@@ -9,7 +9,6 @@ import math
 import shutil
 import statistics
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -164,19 +163,19 @@ def milliseconds(
 ) -> dict[str, float]:
     """Value and gradient, the ways in turn and in changing order: lower quartiles, since whatever
     else runs on the machine can only add to a time."""
-    order = list(losses)
+    clock, order = common.clock(device), list(losses)
     times: dict[str, list[float]] = {name: [] for name in losses}
     for turn in range(repeats + 5):  # the first five capture, and are not counted
         points = torch.rand(count, 2, device=device)
         order.append(order.pop(0))
         for name in order:
             net.zero_grad()
-            start = time.perf_counter()
+            start = clock()
             losses[name](points).backward()
             if device.type == "cuda":
                 torch.cuda.synchronize()
             if turn >= 5:
-                times[name].append(1e3 * (time.perf_counter() - start))
+                times[name].append(1e3 * (clock() - start))
     return {
         name: statistics.quantiles(taken, n=4)[0] if len(taken) > 1 else taken[0]
         for name, taken in times.items()
@@ -309,8 +308,9 @@ def report(runs: dict[Equation, list[Found]]) -> common.Report:
             f"compiled by Inductor it is not faster either ({g:.2f} times)",
         )
     made.notes.append(
-        "steps are value and gradient without the optimiser: lower quartiles, all ways in turn on "
-        "the same points; both are trained without a compiler, by WithGradient and db.compile"
+        "steps are value and gradient without the optimiser: lower quartiles (on a CPU of the "
+        "processor's time), all ways in turn on the same points; both are trained without a "
+        "compiler, by WithGradient and db.compile"
     )
     made.numbers = {
         e.name: [{k: v for k, v in vars(f).items() if k != "values"} for f in found]

@@ -210,7 +210,7 @@ def race(
     steps = epochs * (len(labels) // BATCH)
     ways = {name: _runner(make, data.side, images.device, weight, steps, seed)
             for name, make in penalties(images.is_cuda).items()}  # fmt: skip
-    clock = time.perf_counter if images.is_cuda else time.process_time
+    clock = common.clock(images.device)
     spent = dict.fromkeys(ways, 0.0)
     found: dict[str, Curve] = {name: [] for name in ways}
     shuffle = torch.Generator().manual_seed(seed)

@@ -9,7 +9,6 @@ import math
 import sys
 from dataclasses import dataclass
 
-import matplotlib.path
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -31,9 +30,11 @@ def curve(angle: Tensor) -> Tensor:
 
 def distance(points: Tensor) -> Tensor:
     """The true signed distance, negative inside, from a polygon of many corners."""
+    from matplotlib.path import Path
+
     corners = curve(torch.linspace(0, 2 * math.pi, 3001)[:-1])
     nearest = torch.cdist(points, corners).amin(1)
-    inside = matplotlib.path.Path(corners.numpy()).contains_points(points.numpy())
+    inside = Path(corners.numpy()).contains_points(points.numpy())
     return torch.where(torch.from_numpy(inside), -nearest, nearest)
 
 
