@@ -1,6 +1,7 @@
 """Where autograd is quicker than sweeps, it is taken, with the same numbers."""
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import doubleback as db
+from doubleback.patch.mechanism import Patcher
 
 pytestmark = pytest.mark.choice
 
@@ -486,3 +488,136 @@ def test_many_outputs_stay_with_the_sweeps():
     assert all(by_sweeps(model(torch.randn(5, 6))[1]) for _ in range(3))
     told = db.Penalised(mlp(), db.Jacobian(chunk=2))
     assert all(by_sweeps(told(torch.randn(5, 6))[1]) for _ in range(3))
+
+
+# ------------------------------------------------------------------ networks that are not captured
+
+
+class Branch(nn.Module):
+    """Its way depends on numbers of the input's."""
+
+    def __init__(self, inner: nn.Module, size: int):
+        super().__init__()
+        self.inner, self.head = inner, nn.Linear(size, 3)
+
+    def forward(self, x):
+        h = self.inner(x)
+        return self.head(-h if h.sum() > 1e9 else h)
+
+
+class Heads(Attention):
+    """With an axis of heads, which the fused kernel asks for."""
+
+    def forward(self, x):
+        q, k, v = (t.unsqueeze(1) for t in self.qkv(x).chunk(3, -1))
+        return self.head(F.scaled_dot_product_attention(q, k, v).mean((1, 2)))
+
+
+def penalised(net, x, y):
+    x = x.clone().requires_grad_()
+    out = net(x)
+    (xi,) = torch.autograd.grad(F.cross_entropy(out, y, reduction="sum"), x, create_graph=True)
+    return out, xi.square().flatten(1).sum(1).mean()
+
+
+def registered(monkeypatch) -> list[str]:
+    made, register = [], Patcher.register
+    monkeypatch.setattr(
+        Patcher, "register", lambda self, f, *a: made.append(f.operator) or register(self, f, *a)
+    )
+    return made
+
+
+def gradients(net, results) -> list[torch.Tensor]:
+    net.zero_grad()
+    out, value = results
+    (out.square().mean() + 0.3 * value.square().sum()).backward()
+    return [out, value, *[p.grad.clone() for p in net.parameters() if p.grad is not None]]
+
+
+@pytest.mark.parametrize("options", [{}, {"sweeps": False}], ids=["refused", "asked for"])
+def test_what_is_not_captured_soon_registers_nothing(options, monkeypatch):
+    """To register the patch takes longer than the step of a small network."""
+    torch.manual_seed(0)
+    net = Branch(mlp(), 3).double()
+    made = registered(monkeypatch)
+    model = db.Penalised(net, db.LossGradient("cross_entropy"), **options)
+    other = db.WithGradient(net, **options)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for k, rows in enumerate((5, 6, 7, 5, 6, 12, 7)):
+            if k == 4:
+                del made[:]
+            x, y = torch.randn(rows, 6).double(), labels((rows,))
+            ours = gradients(net, model(x, y)), gradients(net, other(x))
+            leaf = x.clone().requires_grad_()
+            out = net(leaf)
+            slope = torch.autograd.grad(out.sum(), leaf, create_graph=True)[0]
+            theirs = gradients(net, penalised(net, x, y)), gradients(net, (out, slope))
+            for a, b in zip([*ours[0], *ours[1]], [*theirs[0], *theirs[1]], strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
+    assert not made
+    assert len(caught) == (0 if options else 2)  # one for each model
+
+
+def test_what_is_not_captured_keeps_the_derivatives_that_it_uses(monkeypatch):
+    """Fused attention has none of PyTorch's own."""
+    torch.manual_seed(0)
+    net = Branch(Heads(), 3)
+    entered, patched = [], Patcher.patched
+    monkeypatch.setattr(
+        Patcher, "patched", lambda self, only: entered.append(only) or patched(self, only)
+    )
+    model = db.Penalised(net, db.LossGradient("cross_entropy"))
+    x, y = torch.randn(5, 4, 8), labels((5,))
+    with pytest.warns(db.CaptureWarning):
+        first = gradients(net, model(x, y))
+    for _ in range(4):
+        for a, b in zip(gradients(net, model(x, y)), first, strict=True):
+            torch.testing.assert_close(a, b)
+    assert entered == [None] * 3  # after which attention's alone is switched on
+
+
+class Later(Branch):
+    """Comes to an operator without a second derivative of PyTorch's own only after a while."""
+
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        h = super().forward(x)
+        return h + torch.cdist(h, h.detach() + 1) if self.calls > 8 else h
+
+
+@pytest.mark.parametrize("options", [{}, {"sweeps": False}], ids=["refused", "asked for"])
+def test_what_is_used_late_has_its_derivative(options):
+    torch.manual_seed(0)
+    net = Later(mlp(), 3).double()
+    model = db.Penalised(net, db.LossGradient("cross_entropy"), **options)
+    x, y = torch.randn(3, 6).double(), labels((3,))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(12):
+            calls = net.calls
+            ours = gradients(net, model(x, y))
+            net.calls = calls
+            with db.patched():
+                theirs = gradients(net, penalised(net, x, y))
+            for a, b in zip(ours, theirs, strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
+
+
+def test_bad_input_is_told_alike_on_the_short_way():
+    net = Branch(mlp(), 3)
+    model, other = db.Penalised(net, db.LossGradient("cross_entropy")), db.WithGradient(net)
+    x, y = torch.randn(5, 6), labels((5,))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(5):
+            model(x, y), other(x)
+        with pytest.raises(db.InputError):
+            model(x.long(), y)
+        with pytest.raises(db.InputError):
+            other(x.long())
+        with pytest.raises(db.LabelError):
+            model(x, y + 7)

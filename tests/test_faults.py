@@ -85,8 +85,8 @@ class Trial:
         return world(self.net)
 
     def warm(self) -> Trial:
-        """After its first steps, which capture and flatten."""
-        for _ in range(2):
+        """After its first steps, which capture and flatten, or see what of the patch they use."""
+        for _ in range(5):
             self.step(self.data())
         self.reset()
         return self

@@ -73,6 +73,10 @@ def test_accelerate():
     assert losses[-1] < losses[0]
 
 
+# What gloo's threads may do to a process that is done, stock PyTorch's too: docs/distributed.md.
+ABORTED = "terminate called without an active exception"
+
+
 def _launch(name: str, processes: int) -> set[str]:
     """The weights' sums that the processes print."""
     environment = {
@@ -88,10 +92,13 @@ def _launch(name: str, processes: int) -> set[str]:
     else:  # as torchrun would start it
         environment |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
         environment |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
-    done = subprocess.run(
-        [*command, "-m", f"examples.integrations.{name}"],
-        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+    for _ in range(3):
+        done = subprocess.run(
+            [*command, "-m", f"examples.integrations.{name}"],
+            cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300,
+        )  # fmt: skip
+        if not done.returncode or ABORTED not in done.stderr:
+            break
     assert done.returncode == 0, done.stderr[-3000:]
     # the lines of two processes may stand on one
     found = re.findall(r"rank \d+: weights add up to (-?\d+\.\d{12})", done.stdout)

@@ -30,7 +30,7 @@ from .capture import (
 from .counting import counting
 from .errors import CaptureError, InputError, RuleError, refuse_unused, warn
 from .graph import Graph, Meta, Node, Ref
-from .patch import patched, supported
+from .patch import LASTING, patched, patched_lasting, supported, watched
 from .plan import Plan, make_plan
 from .rules import Structure, find_rule
 from .run import (
@@ -76,18 +76,22 @@ class Site:
         return self.open.at(self.numbers)
 
 
-Way = Literal["stock", "patched", "bare", "math"]
+Way = Literal["stock", "patched", "bare", "math"] | frozenset[str]
 
 
 def derivatives(way: Way) -> AbstractContextManager:
     """Whose second derivatives autograd uses inside. "stock": PyTorch's, with attention on its
     unfused kernel, the only one that has any; "patched": the library's, fused attention's among
     them, where this version of PyTorch can be patched; "bare": PyTorch's as they are, for networks
-    that are known to need no others, "math": likewise, but for attention, as "stock"."""
+    that are known to need no others, "math": likewise, but for attention, as "stock"; a set: the
+    library's of these families of operators, `LASTING` and those that a network on a CPU is known
+    to use."""
     if way == "bare":
         return nullcontext()
     if way == "math":
         return _Unfused()
+    if isinstance(way, frozenset):
+        return patched_lasting() if way == LASTING else patched(way)
     if way == "patched" and supported(torch.__version__):
         return patched()
     return sdpa_kernel(SDPBackend.MATH)
@@ -100,13 +104,25 @@ class _Unfused:
     def __enter__(self) -> None:
         cuda = torch.backends.cuda
         self.before = cuda.flash_sdp_enabled(), cuda.math_sdp_enabled()
-        cuda.enable_flash_sdp(False)
-        cuda.enable_math_sdp(True)
+        try:
+            self._set(False, True)
+        except BaseException:  # Ctrl-C
+            self._set(*self.before)
+            raise
 
     def __exit__(self, *raised: object) -> None:
-        flash, unfused = self.before
+        try:
+            self._set(*self.before)
+        except BaseException:
+            self._set(*self.before)
+            raise
+
+    def _set(self, flash: bool, unfused: bool) -> None:
         torch.backends.cuda.enable_flash_sdp(flash)
         torch.backends.cuda.enable_math_sdp(unfused)
+
+
+LOOKS = 3  # calls on autograd after which it is known what of the patch the network uses
 
 
 def as_written(net: nn.Module, way: Way) -> AbstractContextManager:
@@ -179,6 +195,7 @@ class CapturedModule(nn.Module):
         self._programs: dict[Any, Any] = {}
         self._choices: dict[Any, Choice] = {}
         self._short: dict[Any, Way] = {}  # shapes of calls that go to autograd at once
+        self._used: dict[Any, tuple[int, frozenset[str]]] = {}  # of the patch, after so many calls
         self._warned = False
         self._refusal: CaptureError | None = None
         self._run = self._opaque(self._forward)
@@ -194,6 +211,7 @@ class CapturedModule(nn.Module):
             "_programs",
             "_choices",
             "_short",
+            "_used",
             "_warned",
             "_refusal",
             "_run",
@@ -312,13 +330,21 @@ class CapturedModule(nn.Module):
         """How many v autograd would pull through the network; None: more than it should."""
         return 1
 
-    # What autograd was chosen for once goes there without being taken apart again: on networks so
-    # small the host's work is all there is.
+    # What goes to autograd once, by choice or for good, goes there without being taken apart again:
+    # on networks so small the host's work is all there is.
+
+    def _shortens(self) -> bool:
+        """Whether a call may be cut short at all."""
+        return True
 
     def _shorten(self, args: tuple, kwargs: Mapping[str, Any], way: Way) -> None:
+        if way == "patched":
+            looks, used = self._used.get(self._setting(), (0, LASTING))
+            way = used if looks == LOOKS else way
         parts = any(map(is_compiled, list(self.net.modules())[1:]))
         plain = not kwargs and self.wrt == 0 and self.output is None and not parts
-        if way in ("bare", "math") and plain and all(type(t) is Tensor for t in args):
+        quick = (way in ("bare", "math") or isinstance(way, frozenset)) and self._shortens()
+        if quick and plain and all(type(t) is Tensor for t in args):
             remember(self._short, self._shape_of(args), way)
 
     def _shape_of(self, args: tuple) -> tuple:
@@ -337,8 +363,12 @@ class CapturedModule(nn.Module):
                 return None
         way = self._short.get(self._shape_of(args))
         unsure = way is None or counting() or hooked() or peek_interpreter_stack() is not None
-        unsure = unsure or self._written() is None
-        return way if not unsure and self._free_to_choose() else None
+        if unsure or self._written() is None:
+            return None
+        if isinstance(way, frozenset):
+            for_good = capture_of(self.net, self.output).resting and not self.strict
+            return way if for_good or self.sweeps is False else None
+        return way if self._free_to_choose() else None
 
     def _written(self) -> Any:
         """What calls the network as it was written, if the whole was compiled; None where hooks of
@@ -366,7 +396,7 @@ class CapturedModule(nn.Module):
         it succeeded."""
         try:
             with trackers_off():
-                result = run(way)
+                result = self._with_patch(run) if way == "patched" else run(way)
         except Exception:  # the network's own error: it was not the capture's fault
             self._refusal = None
             capture_of(self.net, self.output).refusal = None
@@ -375,6 +405,27 @@ class CapturedModule(nn.Module):
             self._warned = True
             warn(f"{self._refusal}\n  Until then it runs on autograd.")
         return result
+
+    def _with_patch(self, run: Callable[[Way], Any]) -> Any:
+        """To have all of the patch at every call takes as long as many a step: after a few calls,
+        of what is faster than PyTorch's own only that is registered which they used. On a CPU
+        alone: elsewhere PyTorch's may be wrong where ours is not used, and the host has time."""
+        setting = self._setting()
+        if not setting[0] or not supported(torch.__version__):
+            return run("patched")
+        looks, used = self._used.get(setting, (0, LASTING))
+        if looks == LOOKS:
+            return run(used)
+        with watched() as seen:
+            result = run("patched")
+        self._used[setting] = looks + 1, used | seen
+        return result
+
+    def _setting(self) -> tuple:
+        """(whether the network lies on a CPU, what else may decide which operators it calls)."""
+        some = next(self.net.parameters(), None)
+        here = some is not None and some.is_cpu
+        return here, self.net.training, torch.is_grad_enabled(), torch.is_autocast_enabled()
 
     def _find(self, call: Arguments) -> Site:
         """The site of this call, without running it; raises `CaptureError`."""

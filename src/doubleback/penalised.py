@@ -178,6 +178,9 @@ class Penalised(CapturedModule):
     def _pulls(self, site: Site) -> int | None:
         return self.penalty.pulls(site.shape)
 
+    def _shortens(self) -> bool:
+        return self.penalty.seeds_from({}) is None
+
     def _captures(self, call: Any) -> bool:
         empty = not call.x[0].shape[0]
         return super()._captures(call) and not (empty and self.penalty.needs_examples)
@@ -275,8 +278,9 @@ class Penalised(CapturedModule):
 
         way, result = self._through(run, call)
         if way is not None:
+            results = self._on_autograd(partial(on_autograd, self, call), way)
             self._shorten(args, kwargs, way)
-            return self._on_autograd(partial(on_autograd, self, call), way)
+            return results
         return result, penalties[0]
 
     def _shortly(
@@ -289,14 +293,11 @@ class Penalised(CapturedModule):
         x, extra, out = args[0], args[split:], None
         leaf = _place(x)
         try:
-            if way == "bare":
+            with derivatives(way):
                 result = net(leaf, *args[1:split])
-            else:
-                with derivatives(way):
-                    result = net(leaf, *args[1:split])
-            out = result if type(result) is Tensor else choose_output(result, None)
-            penalty.quick_check(out.shape, (x,), *extra)
-            told = quick_penalty(out, (leaf,), penalty, extra, True, self._unused, shared)
+                out = result if type(result) is Tensor else choose_output(result, None)
+                penalty.quick_check(out.shape, (x,), *extra)
+                told = quick_penalty(out, (leaf,), penalty, extra, True, self._unused, shared)
         except (RuntimeError, IndexError, ValueError):
             call = self._call(args, {})  # raises what is better understood, where it is known
             if out is not None:
@@ -582,13 +583,14 @@ def autograd_penalty(
     seeds: in place of the penalty's own `oracle_seeds`. unused: called with an input that the
     output does not depend on.
     """
-    seeds = seeds or penalty.oracle_seeds
     graph = torch.is_grad_enabled()
+    quick = way in ("bare", "math") or (isinstance(way, frozenset) and seeds is None)
+    seeds = seeds or penalty.oracle_seeds
     with torch.enable_grad(), derivatives(way):
         leaves = [_place(t) for t in x]
         result = run(leaves)
         out = choose(result)
-        if way in ("bare", "math"):
+        if quick:
             value = quick_penalty(out, leaves, penalty, extra, graph, unused)[1]
         else:
             value = penalty.reduce(_values(out, leaves, penalty, extra, graph, unused, seeds))
@@ -702,7 +704,7 @@ def on_autograd(model: Penalised, call: Arguments, way: Way = "patched") -> tupl
         return out
 
     seeds = None
-    if way == "patched":
+    if way == "patched" or isinstance(way, frozenset):
         # a call without gradients leaves v as it was
         carried = model._carried if torch.is_grad_enabled() else dict(model._carried)
         seeds = model.penalty.seeds_from(carried)
@@ -847,9 +849,8 @@ class WithGradient(CapturedModule):
 
         way, result = self._through(run, call)
         if way is not None:
-            if not isinstance(self._seed, _Own):  # of which nobody knows how many rows they have
-                self._shorten(args, kwargs, way)
             result, slopes = self._on_autograd(partial(self.by_autograd, call), way)
+            self._shorten(args, kwargs, way)
         return result, slopes[0] if len(slopes) == 1 else tuple(slopes)
 
     def _program(self, site: Site, gradients: bool) -> tuple[Any, dict[int, Tensor]]:
@@ -869,13 +870,21 @@ class WithGradient(CapturedModule):
         key = (seed, fingerprint)
         return self._planned(site, gradients, True, seed.varying, key, make)
 
+    def _shortens(self) -> bool:
+        return not isinstance(self._seed, (_SeveralSeeds, _Own))
+
     def _shortly(self, args: tuple, way: Way) -> tuple[Any, Tensor]:
         leaf, net = _place(args[0]), self._written()
-        with derivatives(way):
-            result = net(leaf, *args[1:])
-        out = result if type(result) is Tensor else choose_output(result, None)
-        self._seed.check(out.shape, args[:1])
-        return result, quick_pulled(out, (leaf,), self._seed.seed(out), True, self._unused)[0]
+        try:
+            with derivatives(way):
+                result = net(leaf, *args[1:])
+                out = result if type(result) is Tensor else choose_output(result, None)
+                self._seed.check(out.shape, args[:1])
+                v = self._seed.seed(out)
+                return result, quick_pulled(out, (leaf,), v, True, self._unused)[0]
+        except (RuntimeError, IndexError, ValueError):
+            self._call(args, {})  # raises what is better understood, where it is known
+            raise
 
     def by_autograd(self, call: Arguments, way: Way = "patched") -> tuple[Any, list[Tensor]]:
         """The same by autograd: where it is quicker, where it cannot be captured, for `check`."""

@@ -282,6 +282,7 @@ def test_what_does_not_pay_rests_for_a_while(monkeypatch):
         return "ours" if "DerivativeNode" in g.grad_fn.name() else "stock's"
 
     db.patch()
+    assert one(4) == "ours"  # which ends whatever row of small ones other tests began
     for _ in range(10):
         assert one() == "stock's" and states() == {"replaced"}
     assert [one(4) for _ in range(4)] == ["stock's"] * 4  # resting

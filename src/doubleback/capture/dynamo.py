@@ -47,7 +47,7 @@ Run = Callable[[Graph, Sequence[Any]], Sequence[Any]]
 
 MANY = 8  # captures of one network, after which it is said what they cost
 MOST = 64  # captures of one network, after which it runs on autograd where none fits
-PATIENCE = 50  # how many times as long as a failed capture took to wait before the next
+PATIENCE = 200  # how many times as long as a failed capture took to wait before the next
 
 
 def _call(net: nn.Module, output: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -80,7 +80,8 @@ class Capture:
     def __call__(
         self, net: nn.Module, run: Run, args: tuple, kwargs: dict[str, Any], at_once: bool = False
     ) -> Any:
-        if self.refusal is not None and not at_once and monotonic() < self._again:
+        if self.resting and not at_once:
+            assert self.refusal is not None
             raise self.refusal
         box = _Box(run)
         start, handled = monotonic(), sys.exception()
@@ -111,6 +112,11 @@ class Capture:
             self._warned = True
             self._warn(net)
         return result
+
+    @property
+    def resting(self) -> bool:
+        """Whether it was refused, and not so long ago that it is tried again."""
+        return self.refusal is not None and monotonic() < self._again
 
     def _with_settings(self, net: nn.Module, box: _Box, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Under Dynamo's settings as a capture needs them, until a graph is found. They are put

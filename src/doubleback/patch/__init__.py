@@ -14,10 +14,20 @@ from collections.abc import Iterable
 from contextlib import AbstractContextManager
 
 from .faster import ACTIVATION, CONVOLUTION, NORMALISATION
-from .mechanism import Patcher, PatchReport, supported
+from .mechanism import LastingBlock, Patcher, PatchReport, supported
 from .missing import ATTENTION, OTHERS, POOLING, RECURRENT
 
-__all__ = ["PatchReport", "patch", "patch_report", "patched", "supported", "unpatch"]
+__all__ = [
+    "LASTING",
+    "PatchReport",
+    "patch",
+    "patch_report",
+    "patched",
+    "patched_lasting",
+    "supported",
+    "unpatch",
+    "watched",
+]
 
 _patcher = Patcher(
     [*CONVOLUTION, *ATTENTION, *NORMALISATION, *ACTIVATION, *RECURRENT, *OTHERS, *POOLING]
@@ -50,6 +60,21 @@ def patched(only: Iterable[str] | None = None) -> AbstractContextManager[None]:
     {'replaced'}
     """
     return _patcher.patched(only)
+
+
+LASTING = frozenset(_patcher.lasting)
+"""Families that cost nothing between the blocks that want them: second derivatives which PyTorch
+lacks altogether, so that a network which comes to need one in its thousandth step has it."""
+
+
+def patched_lasting() -> AbstractContextManager[None]:
+    """`patched(LASTING)`, in microseconds from the second time on."""
+    return LastingBlock(_patcher)
+
+
+def watched() -> AbstractContextManager[set[str]]:
+    """The families of operators whose formulas are used inside."""
+    return _patcher.watched()
 
 
 def patch_report() -> PatchReport:

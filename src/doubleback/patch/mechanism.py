@@ -134,7 +134,8 @@ class Switch:
     """What the kernels of a `Patcher` and the patcher tell one another.
 
     on: the families that are wanted now; declined: the operators that were not worth it in a row of
-    calls; passed: how many calls went through kernels that are off; clean: removes these.
+    calls; passed: how many calls went through kernels that are off; clean: removes these;
+    watches: sets that are told which families are used.
     """
 
     def __init__(self, clean: Callable[[], None]) -> None:
@@ -142,6 +143,12 @@ class Switch:
         self.declined: set[str] = set()
         self.passed = 0
         self.clean = clean
+        self.watches: list[set[str]] = []
+
+    def note(self, family: str) -> None:
+        """To be called where a formula takes the place of PyTorch's own."""
+        for seen in self.watches:
+            seen.add(family)
 
     def is_off(self, family: str) -> bool:
         if family in self.on:
@@ -311,6 +318,7 @@ def derivative_kernel(formula: Formula, stock: Any, switch: Switch) -> Callable:
             return call_stock(keyset, *args, **kwargs)
         if not accepts(arguments):
             return call_stock(keyset, *args, **kwargs)
+        switch.note(family)
         if dual:
             return formula.composite(arguments)  # type: ignore[misc]
         for i in site.derived:
@@ -376,6 +384,45 @@ def version_check(version: str) -> None:
         )
 
 
+class LastingBlock:
+    """`with patched(lasting families):`, quick where their kernels are registered already: they are
+    but switched on and off."""
+
+    def __init__(self, patcher: Patcher) -> None:
+        self.patcher = patcher
+
+    def __enter__(self) -> None:
+        patcher = self.patcher
+        version_check(torch.__version__)
+        try:
+            with patcher.lock:
+                patcher.blocks[self] = set(patcher.lasting)
+                if all(p in patcher.libraries for ps in patcher.lasting.values() for p in ps):
+                    patcher.switch.on.update(patcher.lasting)
+                    patcher.switch.passed = 0
+                else:
+                    patcher.arm("create_graph")
+        except BaseException:  # Ctrl-C
+            patcher.leave(self)
+            raise
+
+    def __exit__(self, *raised: object) -> None:
+        try:
+            self._leave()
+        except BaseException:
+            self.patcher.leave(self)
+            raise
+
+    def _leave(self) -> None:
+        patcher = self.patcher
+        with patcher.lock:
+            if patcher.hooks:
+                patcher.leave(self)
+            else:
+                patcher.blocks.pop(self, None)
+                patcher.switch.on.intersection_update(patcher.wanted())
+
+
 class Patcher:
     """Which families are wanted by whom, and what is registered for them."""
 
@@ -413,6 +460,7 @@ class Patcher:
         with self.lock:
             self.permanent |= self.choose(only)
             self.resting.clear()
+            self.switch.declined.clear()
             self.settle()
 
     def unpatch(self) -> None:
@@ -435,6 +483,29 @@ class Patcher:
             except BaseException:  # Ctrl-C, with kernels still registered
                 self.leave(block)
                 raise
+
+    @functools.cached_property
+    def lasting(self) -> dict[str, list[tuple[str, str]]]:
+        """Families whose kernels all stay registered when a block ends, and wait for nothing but
+        the next block: with the operators and keys that they are registered for."""
+        families: dict[str, list[tuple[str, str]]] = {name: [] for name in self.families}
+        for name, formula in self.formulas.items():
+            lasts = formula.outlives and formula.pays is None
+            if not (lasts and formula.armed_by == "create_graph"):
+                families.pop(formula.family, None)
+            elif formula.family in families and formula.overload() is not None:
+                families[formula.family] += [(name, key) for key in formula.keys]
+        return families
+
+    @contextmanager
+    def watched(self) -> Iterator[set[str]]:
+        """The families whose formulas are used inside, by any thread."""
+        watches, seen = self.switch.watches, set()
+        watches.append(seen)
+        try:
+            yield seen
+        finally:
+            watches[:] = [other for other in watches if other is not seen]
 
     def leave(self, block: object) -> None:
         with self.lock:
