@@ -62,7 +62,7 @@ def patched(only: Iterable[str] | None = None) -> AbstractContextManager[None]:
     return _patcher.patched(only)
 
 
-LASTING = frozenset(_patcher.lasting)
+LASTING = _patcher.lasting[0]
 """Families that cost nothing between the blocks that want them: second derivatives which PyTorch
 lacks altogether, so that a network which comes to need one in its thousandth step has it."""
 

@@ -25,6 +25,7 @@ import functools
 import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -370,6 +371,7 @@ class PatchReport(tuple[Entry, ...]):
         return "\n".join(line.rstrip() for line in lines)
 
 
+@functools.cache
 def supported(version: str) -> bool:
     """Whether the patch knows this torch version."""
     return OLDEST <= tuple(int(part) for part in re.findall(r"\d+", version)[:2]) <= NEWEST
@@ -396,9 +398,10 @@ class LastingBlock:
         version_check(torch.__version__)
         try:
             with patcher.lock:
-                patcher.blocks[self] = set(patcher.lasting)
-                if all(p in patcher.libraries for ps in patcher.lasting.values() for p in ps):
-                    patcher.switch.on.update(patcher.lasting)
+                families, places = patcher.lasting
+                patcher.blocks[self] = families
+                if places <= patcher.libraries.keys():
+                    patcher.switch.on.update(families)
                     patcher.switch.passed = 0
                 else:
                     patcher.arm("create_graph")
@@ -431,7 +434,7 @@ class Patcher:
         self.families = tuple(dict.fromkeys(f.family for f in formulas))
         self.lock = threading.RLock()
         self.permanent: set[str] = set()
-        self.blocks: dict[object, set[str]] = {}  # of `patched`, those that run now
+        self.blocks: dict[object, AbstractSet[str]] = {}  # of `patched`, those that run now
         self.armed = {"patch"}
         self.libraries: dict[tuple[str, str], torch.library.Library] = {}  # by operator and key
         self.kernels: dict[tuple[str, str], Callable] = {}
@@ -485,17 +488,20 @@ class Patcher:
                 raise
 
     @functools.cached_property
-    def lasting(self) -> dict[str, list[tuple[str, str]]]:
-        """Families whose kernels all stay registered when a block ends, and wait for nothing but
-        the next block: with the operators and keys that they are registered for."""
-        families: dict[str, list[tuple[str, str]]] = {name: [] for name in self.families}
-        for name, formula in self.formulas.items():
-            lasts = formula.outlives and formula.pays is None
-            if not (lasts and formula.armed_by == "create_graph"):
-                families.pop(formula.family, None)
-            elif formula.family in families and formula.overload() is not None:
-                families[formula.family] += [(name, key) for key in formula.keys]
-        return families
+    def lasting(self) -> tuple[frozenset[str], frozenset[tuple[str, str]]]:
+        """(families whose kernels all stay registered when a block ends, and wait for nothing but
+        the next block; the operators and keys that they are registered for)."""
+        families, formulas = set(self.families), self.formulas.values()
+        for formula in formulas:
+            if not formula.outlives or formula.pays or formula.armed_by != "create_graph":
+                families.discard(formula.family)
+        places = {
+            (formula.operator, key)
+            for formula in formulas
+            if formula.family in families and formula.overload() is not None
+            for key in formula.keys
+        }
+        return frozenset(families), frozenset(places)
 
     @contextmanager
     def watched(self) -> Iterator[set[str]]:
