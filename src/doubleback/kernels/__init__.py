@@ -24,7 +24,15 @@ from .launch import (
     on_cuda,
     opaque,
 )
-from .pointwise import cleared, curvature, fused_curvature, second
+from .pointwise import (
+    cleared,
+    constant_over_places,
+    curvature,
+    fused_curvature,
+    plus_over_places,
+    second,
+    times_over_places,
+)
 from .products import (
     Strided,
     Turned,
@@ -39,6 +47,8 @@ from .standardisation import (
     Groups,
     Point,
     affine,
+    backward_now,
+    batch_norm_now,
     second_now,
     standardise,
     standardise_again,
@@ -67,11 +77,14 @@ __all__ = [
     "attention_forward",
     "attention_second",
     "attention_tangent",
+    "backward_now",
+    "batch_norm_now",
     "batched",
     "being_flattened",
     "boundary",
     "cleared",
     "compiling",
+    "constant_over_places",
     "curvature",
     "direct",
     "eager",
@@ -85,6 +98,7 @@ __all__ = [
     "on_cuda",
     "opaque",
     "pays",
+    "plus_over_places",
     "recovered",
     "second",
     "second_now",
@@ -95,4 +109,5 @@ __all__ = [
     "statistics",
     "taps_first",
     "times",
+    "times_over_places",
 ]
