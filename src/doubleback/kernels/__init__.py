@@ -11,6 +11,7 @@ from .attention import (
 from .attention_stock import BITS, CUDNN, EFFICIENT, FLASH, MATH, Dropout, recovered
 from .depthwise import Depthwise, Part, taps_first
 from .launch import (
+    AGAIN,
     BOUNDARY,
     batched,
     being_flattened,
@@ -20,6 +21,7 @@ from .launch import (
     eager,
     for_compiler,
     fusing,
+    had_again,
     library,
     on_cuda,
     opaque,
@@ -58,6 +60,7 @@ from .standardisation import (
 )
 
 __all__ = [
+    "AGAIN",
     "BITS",
     "BOUNDARY",
     "CUDNN",
@@ -91,6 +94,7 @@ __all__ = [
     "for_compiler",
     "fused_curvature",
     "fusing",
+    "had_again",
     "library",
     "local_product",
     "local_transpose",
