@@ -82,8 +82,16 @@ def _copy(x: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     return x.clone().copy_(source, non_blocking)
 
 
-# Operators of functional programs that autograd has no formula for, as it has one.
-_DIFFERENTIABLE: dict[Any, Any] = {torch.ops.aten.copy.default: _copy}
+def _bernoulli(x: Tensor, p: float = 0.5, *, generator: Any = None) -> Tensor:
+    return torch.empty_like(x).bernoulli_(p, generator=generator)
+
+
+# Operators of functional programs that autograd has no formula for, as it has one; and what writes
+# in place have become, where it draws in another order than they did.
+_AS_WRITTEN: dict[Any, Any] = {
+    torch.ops.aten.copy.default: _copy,
+    torch.ops.aten.bernoulli.p: _bernoulli,
+}
 
 
 def run_prelude(nodes: Sequence[Node], state: Mapping[int, Tensor]) -> dict[int, Tensor]:
@@ -92,7 +100,7 @@ def run_prelude(nodes: Sequence[Node], state: Mapping[int, Tensor]) -> dict[int,
     for node in nodes:
         args = map_refs(node.args, lambda ref: values[ref.index])
         kwargs = map_refs(dict(node.kwargs), lambda ref: values[ref.index])
-        run: Any = _DIFFERENTIABLE.get(node.op, node.op)
+        run: Any = _AS_WRITTEN.get(node.op, node.op)
         out = run(*args, **kwargs)
         for v, part in zip(node.outputs, out if node.many else (out,), strict=True):
             values[v] = part
