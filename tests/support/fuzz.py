@@ -53,8 +53,8 @@ PATHS = ("nodes", "flat", "default", "accumulate", "gradient", "patch", "step")
 # minutes for a hundred
 SLOW_PATHS = ("backend", "compiled", "compiled accumulate", "compiled gradient", "compiled step")
 # A network is captured once and then trained in all these ways, each with a penalty of its own.
-# None: another of PATHS.
-EACH = ("nodes", "nodes", "nodes", "patch", None, None)
+# None: another of PATHS, which are flattened, and take longer for it.
+EACH = (*["nodes"] * 5, "patch", "patch", None)
 PENALTIES = (
     "cross entropy", "smoothed", "mse", "bce", "own loss", "output", "one-sided", "sum", "match",
     "bilinear", "custom", "own p", "jacobian", "entries", "softmax", "projections", "spectral",
@@ -115,7 +115,7 @@ def draw(
         steps += r.choices(steps, k=min(2, count))
     low = r.random() < 0.12
     batches = r.choice(((3,) * 4, (3,) * 5, (4,) * 4, (4, 3, 5, 3, 2, 4), (2, 2, 3, 3, 2, 3)))
-    others = tuple(path for path in PATHS if path not in EACH)
+    others = ("flat", "default", "accumulate", "gradient") * 3 + ("step",)
     ways = [path or r.choice(others) for path in EACH]
     if paths:
         ways = [paths[seed % len(paths)]]
@@ -136,12 +136,15 @@ def draw(
         batches=batches,
         device=device,
     )
+    wrt = ("x", "x", "z", "both")
+    if not network.x_grad:  # another capture for each, since others require grad
+        wrt = (r.choice(wrt),)
     cases = [
         replace(
             network,
             path=path,
             penalty=r.choice(PENALTIES),
-            wrt=r.choice(("x", "x", "z", "both")),
+            wrt=r.choice(wrt),
             reduction=r.choice(("mean", "mean", "sum", "none")),
         )
         for path in ways
@@ -173,7 +176,7 @@ class Program(nn.Module):
         self.draws = False
         pools: dict[str, list[str]] = {}  # names of the tensors
         lines, values, used = [], {"x": x, "z": z}, set()
-        functions: dict[str, Any] = {"torch": torch}
+        functions: dict[str, Any] = {}
         made: dict[tuple[str, int], str] = {}
 
         def begin(kind: str) -> list[str]:
@@ -196,7 +199,7 @@ class Program(nn.Module):
         def add(kind: str, name: str, text: str) -> Tensor:
             lines.append(f"{name} = {text}")
             before = torch.get_rng_state()
-            values[name] = eval(text, {**functions, "self": self}, values)
+            values[name] = eval(text, {**functions, "torch": torch, "self": self}, values)
             self.draws = self.draws or not torch.equal(before, torch.get_rng_state())
             pools[kind].append(name)
             return values[name]
@@ -245,9 +248,11 @@ class Program(nn.Module):
         joined = f"torch.cat([{', '.join(parts)}], 1)" if len(parts) > 1 else parts[0]
         lines.append(f"return {'self.alpha * ' * changes}self.head({joined})")
         self.source = "\n    ".join(["def forward(self, x, z):", *lines])
-        scope = {**functions}
-        exec(compile(self.source, "<a drawn network>", "exec"), scope)
-        self.__class__ = type("Program", (Program,), {"forward": scope["forward"]})
+        inside = self.source.replace("\n", "\n    ")
+        text = f"def make({', '.join(functions)}):\n    {inside}\n    return forward"
+        made_here: dict[str, Any] = {}
+        exec(compile(text, "<a drawn network>", "exec"), globals(), made_here)
+        self.__class__ = type("Program", (Program,), {"forward": made_here["make"](**functions)})
 
 
 def build(case: Case) -> Program:

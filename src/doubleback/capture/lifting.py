@@ -208,8 +208,10 @@ class _Autograd(TorchFunctionMode):
             )
         if tensors and _writes(name, kwargs):
             self._refuse_hidden(name, kwargs.get("out", tensors[0]), inputs)
+        # Draws in the order of contiguous memory, `x.bernoulli_(p)` in that of x's own: one operator
+        # in a functional program, which the sweeps draw as the latter.
         if name == "bernoulli" and (len(args) > 1 or "p" in kwargs):
-            func = _bernoulli  # told apart from `bernoulli_`
+            args = (args[0].contiguous(), *args[1:])
         result = func(*args, **kwargs)
         if not inputs or name in _QUESTIONS:
             return result
@@ -278,12 +280,6 @@ _QUESTIONS = frozenset(
         "new_full",
     )
 )
-
-
-def _bernoulli(x: Tensor, p: float, *, generator: Any = None) -> Tensor:
-    """`torch.bernoulli(x, p)` draws in the order of contiguous memory, `x.bernoulli_(p)` in that of
-    x's own; in a functional program both are one operator, which the sweeps draw as the latter."""
-    return x.new_empty(x.shape).bernoulli_(p, generator=generator)
 
 
 def _writes(name: str, kwargs: dict) -> bool:

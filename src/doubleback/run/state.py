@@ -11,6 +11,7 @@ from torch import Tensor
 from .._torch import foreach_copy_, foreach_mul
 from ..dtypes import accumulation
 from ..graph import Graph, Node, map_refs
+from ..rules import drawn_in_place
 
 CACHE_SIZE = 64  # graphs and programs kept per module, oldest out first
 
@@ -82,15 +83,11 @@ def _copy(x: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     return x.clone().copy_(source, non_blocking)
 
 
-def _bernoulli(x: Tensor, p: float = 0.5, *, generator: Any = None) -> Tensor:
-    return torch.empty_like(x).bernoulli_(p, generator=generator)
-
-
 # Operators of functional programs that autograd has no formula for, as it has one; and what writes
 # in place have become, where it draws in another order than they did.
 _AS_WRITTEN: dict[Any, Any] = {
     torch.ops.aten.copy.default: _copy,
-    torch.ops.aten.bernoulli.p: _bernoulli,
+    torch.ops.aten.bernoulli.p: drawn_in_place,
 }
 
 
