@@ -208,8 +208,8 @@ class _Autograd(TorchFunctionMode):
             )
         if tensors and _writes(name, kwargs):
             self._refuse_hidden(name, kwargs.get("out", tensors[0]), inputs)
-        # Draws in the order of contiguous memory, `x.bernoulli_(p)` in that of x's own: one operator
-        # in a functional program, which the sweeps draw as the latter.
+        # Draws in the order of contiguous memory, `x.bernoulli_(p)` in that of x's own: in a
+        # functional program one operator, which the sweeps draw as the latter.
         if name == "bernoulli" and (len(args) > 1 or "p" in kwargs):
             args = (args[0].contiguous(), *args[1:])
         result = func(*args, **kwargs)
