@@ -158,7 +158,9 @@ class Bridge(torch.autograd.Function):
         ctx.job, ctx.state, ctx.relay = job, state, relay
         ctx.batch = values.shape[0] if isinstance(values, Tensor) else 0
         ctx.inputs = tensors
-        read = job.read(tensors, outputs)  # tensors made under inference_mode count no changes
+        read = job.read(tensors, outputs)
+        read += getattr(state, "sources", ())  # what is had again, is had from these
+        # tensors made under inference_mode count no changes
         ctx.versions = [(t, t._version) for t in read if not t.is_inference()]
         # an alias each: a saved value that became an output would keep this node alive for ever
         results = tuple(out.detach() for out in outputs)

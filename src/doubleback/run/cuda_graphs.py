@@ -159,6 +159,11 @@ class GraphedState:
     pair: _Pair
     read: bool = False
 
+    @property
+    def sources(self) -> Sequence[Tensor]:
+        """Tensors from outside that a graphed `last` reads besides."""
+        return getattr(self.state, "sources", ())
+
 
 class _Pair:
     """The graphs of one kind of call: one of the first two sweeps, and one of the last two for each

@@ -16,13 +16,16 @@ from torch import Tensor
 from .. import sweeps
 from .._torch import pytree
 from ..graph import Graph, Node
-from ..kernels import taps_first
+from ..kernels import had_again, taps_first
 from ..plan import Plan, Stretch
 from ..rules import add
 from .flattening import Family, Flat, Input, Pack, Replay, Variant, in_parts, put
 
 Gradients = list[Tensor | None]
 Step = tuple[list[Tensor], Tensor, Tensor, Gradients, dict[int, Tensor]]
+
+
+_Traced = Callable[[Any, Sequence[Tensor], Sequence[Any]], Any]  # of program, tensors, open sizes
 
 
 class First(NamedTuple):
@@ -409,10 +412,11 @@ class PhasedSweeps(FourSweeps):
 
 @dataclass
 class FlatState:
-    """What passes from a flat `first` to a flat `last`: the tensors of a `sweeps.State`.
+    """What passes from a flat `first` to a flat `last`: the tensors of a `sweeps.State`, or what
+    they are had again from.
 
     graphs: where both graphs are kept; numbers: the open sizes; leaves: how many inputs of `first`
-    were values of the network's graph.
+    were values of the network's graph; sources: inputs of `first` among the tensors.
     """
 
     tensors: list[Tensor]
@@ -421,12 +425,37 @@ class FlatState:
     graphs: Any
     numbers: tuple
     leaves: int
+    sources: Sequence[Tensor] = ()
 
-    def rebuild(self, tensors: Sequence[Tensor]) -> sweeps.State:
-        """The nested state, as the trace of `first` left it."""
-        values = iter(tensors)
-        leaves = (x[0] if isinstance(x, tuple) else next(values) for x in self.flat.leaves)
-        return sweeps.State(*put(self.flat.spec, leaves)[-1])
+    def rebuild(self, tensors: Sequence[Tensor], numbers: Sequence[Any]) -> sweeps.State:
+        """The nested state, as the trace of `first` left it; numbers: the open sizes."""
+        flat = self.flat
+        if flat.recipe is None:
+            values = iter(tensors)
+            leaves = (x[0] if isinstance(x, tuple) else next(values) for x in flat.leaves)
+            return sweeps.State(*put(flat.spec, leaves)[-1])
+        count = len(numbers)
+        kept = flat.leaves[flat.public :]
+        inputs = [x.number for x in kept if isinstance(x, Input)]
+        given = iter(tensors[len(inputs) :])
+        inside = [numbers[i] if i < count else next(given) for i in flat.recipe.inputs]
+        again = flat.recipe([*inside, *given])
+        had_again(again)
+        own, same = iter(again), iter(tensors)
+        leaves = (
+            x[0] if isinstance(x, tuple) else next(same if isinstance(x, Input) else own)
+            for x in kept
+        )
+        return sweeps.State(*put(flat.spec[2][1], leaves))  # type: ignore[index]
+
+    def stand_ins(self) -> list[Tensor]:
+        """Of the tensors, without numbers."""
+        flat, count = self.flat, len(self.numbers)
+        if flat.recipe is None:
+            return list(flat.results)
+        places = [x.number for x in flat.leaves[flat.public :] if isinstance(x, Input)]
+        places += [i - count for i in flat.recipe.inputs if i >= count]
+        return [*(flat.inputs[i] for i in places), *flat.recipe.held]
 
 
 class FlatProgram(Program):
@@ -466,10 +495,11 @@ class FlatProgram(Program):
 
     @abstractmethod
     def _flat(
-        self, graphs: Any, key: Any, run: Callable[[Any, Sequence[Tensor]], Any], given: Pack,
+        self, graphs: Any, key: Any, run: _Traced, given: Pack,
         state: FlatState | None = None, pass_inputs: bool = False,
     ) -> Flat | None:  # fmt: skip
-        """The flat graph of `run(program, tensors)`; tensors: those given and those of the state.
+        """The flat graph of `run(program, tensors, open sizes)`; tensors: those given and those of
+        the state.
         None where the sweeps cannot be flattened."""
 
     def to_price(self, replay: Replay) -> FlattenedProgram:
@@ -482,7 +512,7 @@ class FlatProgram(Program):
         graphs, given = entered
         plan = self.plan
 
-        def run(program: Any, tensors: Sequence[Tensor]) -> Any:
+        def run(program: Any, tensors: Sequence[Tensor], numbers: Sequence[Any]) -> Any:
             values, more = given.rebuild(tensors)
             outputs, measured, mutated, state = program.first(values, more, keep)
             kept = (state.values, state.saved, state.xi, state.q0) if keep else ()
@@ -497,15 +527,25 @@ class FlatProgram(Program):
             return self.program.first(leaves, extra, keep)
         here = given.tensors
         results = flat.launch([*given.numbers, *here])
+        recipe, public = flat.recipe, flat.leaves
+        if recipe is not None:
+            public = flat.leaves[: flat.public]
         tensors = [
-            here[x.number] if isinstance(x, Input) else results[x]
-            for x in flat.leaves
-            if not isinstance(x, tuple)
+            results[x] if type(x) is int else here[x.number]  # type: ignore[union-attr]
+            for x in public
+            if type(x) is not tuple
         ]
         outputs, values, mutated = _split(plan, flat.spec, tensors)
         state = None
         if keep:
-            state = FlatState(tensors, flat, key, graphs, given.numbers, len(leaves))
+            sources: list[Tensor] = []
+            if recipe is not None:
+                count = len(given.numbers)
+                same = [x.number for x in flat.leaves[flat.public :] if isinstance(x, Input)]
+                sources = [here[i] for i in same]
+                sources += [here[i - count] for i in recipe.inputs if i >= count]
+                tensors = [*sources, *results[len(results) - len(recipe.held) :]]
+            state = FlatState(tensors, flat, key, graphs, given.numbers, len(leaves), sources)
         return First(outputs, values, mutated, state)
 
     def last(self, arrived: Arrived) -> Gradients:
@@ -532,13 +572,13 @@ class FlatProgram(Program):
         given = self._pack(arrived)
         count = len(given.tensors)
 
-        def flattened(program: Program, tensors: Sequence[Tensor]) -> Any:
-            inner = state.rebuild(tensors[count:])
+        def flattened(program: Program, tensors: Sequence[Tensor], numbers: Sequence[Any]) -> Any:
+            inner = state.rebuild(tensors[count:], numbers)
             return run(program, Arrived(inner, *given.rebuild(tensors[:count])))
 
         flat = self._flat(state.graphs, (name, state.key, given.key), flattened, given, state)
         if flat is None:
-            return None, arrived._replace(state=state.rebuild(state.tensors))
+            return None, arrived._replace(state=state.rebuild(state.tensors, state.numbers))
         tensors = [*state.numbers, *given.tensors, *state.tensors]
         given.tensors.clear()
         if not arrived.keep:
@@ -554,7 +594,7 @@ class FlatProgram(Program):
             return self.program.step(leaves, extra, loss, target, weight)
         graphs, given = entered
 
-        def run(program: Any, tensors: Sequence[Tensor]) -> Any:
+        def run(program: Any, tensors: Sequence[Tensor], numbers: Sequence[Any]) -> Any:
             values, more, y, by = given.rebuild(tensors)
             return program.step(values, more, loss, y, by)
 
@@ -587,11 +627,11 @@ class FlattenedProgram(FlatProgram):
         return Pack((tuple(arrived.extra), _there(arrived.outputs), arrived.values))
 
     def _flat(
-        self, graphs: Replay, key: Any, run: Callable[[Any, Sequence[Tensor]], Any], given: Pack,
+        self, graphs: Replay, key: Any, run: _Traced, given: Pack,
         state: FlatState | None = None, pass_inputs: bool = False,
     ) -> Flat | None:  # fmt: skip
         tensors = given.tensors if state is None else given.tensors + state.tensors
-        return graphs.get(key, partial(run, self.reference), tensors, pass_inputs)
+        return graphs.get(key, lambda here: run(self.reference, here, ()), tensors, pass_inputs)
 
 
 class _OpenPack(Pack):
@@ -602,7 +642,7 @@ class _OpenPack(Pack):
     def __init__(self, family: Family, own: tuple, leaves: Mapping[int, Tensor], rest: Any) -> None:
         super().__init__((dict(leaves), *rest))
         self.leaf_values = list(leaves)
-        self.open = [family.is_open(v) for v in leaves]
+        self.open = [v in family.open_values for v in leaves]
         self.tensors = [
             t.contiguous() if i >= len(self.open) or self.open[i] else t
             for i, t in enumerate(self.tensors)
@@ -657,7 +697,7 @@ class _OpenGradients(Pack):
             for g, like in zip(self.values, measured, strict=False)
             if g is not None
         ]
-        return [*flat.inputs[self.state.leaves :], *own, *flat.results]
+        return [*flat.inputs[self.state.leaves :], *own, *self.state.stand_ins()]
 
 
 class OpenProgram(FlatProgram):
@@ -693,12 +733,12 @@ class OpenProgram(FlatProgram):
         return _OpenGradients(arrived, self.plan)
 
     def _flat(
-        self, graphs: Variant, key: Any, run: Callable[[Any, Sequence[Tensor]], Any], given: Any,
+        self, graphs: Variant, key: Any, run: _Traced, given: Any,
         state: FlatState | None = None, pass_inputs: bool = False,
     ) -> Flat | None:  # fmt: skip
         program = self.family.program
         return graphs.get(
-            key, lambda numbers, tensors: run(program(numbers), tensors),
+            key, lambda numbers, tensors: run(program(numbers), tensors, numbers),
             partial(given.stand_ins, graphs), pass_inputs,
         )  # fmt: skip
 
