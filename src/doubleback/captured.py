@@ -30,6 +30,7 @@ from .capture import (
 from .counting import counting
 from .errors import CaptureError, InputError, RuleError, refuse_unused, warn
 from .graph import Graph, Meta, Node, Ref
+from .kernels import compiling
 from .patch import LASTING, patched, patched_lasting, supported, watched
 from .plan import Plan, make_plan
 from .rules import Structure, find_rule
@@ -228,7 +229,7 @@ class CapturedModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """(what net returns, and what is asked of its derivative)."""
-        if torch.compiler.is_compiling():
+        if compiling():
             return self._run(*args, **kwargs)
         return self._forward(*args, **kwargs)
 
