@@ -44,6 +44,7 @@ from torch import Tensor, nn
 import doubleback as db
 from measuring import allow_tf32, command_line, crowded, hardware, tidy, versions, write
 from potentials import INPUTS, POTENTIALS, loss_of, make_batch
+from timing import alone
 
 HERE = Path(__file__).resolve().parent
 Batch = dict[str, Tensor]
@@ -468,6 +469,15 @@ def measure(chosen: argparse.Namespace, workers: list[Worker]) -> None:
             row["over_stock"] = round(middle / statistics.median(base), 3)
 
 
+def weigh(chosen: argparse.Namespace, workers: list[Worker]) -> None:
+    """Memory of all methods, side by side."""
+    asked = {"steps": chosen.memory_steps, "seconds": chosen.memory_seconds}
+    for worker in workers:
+        worker.send({"memory": asked})
+    for worker in workers:
+        worker.row.update(worker.answer(chosen.memory_seconds + 60.0) or {})
+
+
 def write_for_jax(chosen: argparse.Namespace, name: str, folder: Path) -> None:
     """Parameters, buffers, batches and float64's gradients of one network, as NumPy arrays."""
     import numpy
@@ -505,6 +515,7 @@ def arguments() -> argparse.Namespace:
     add("--row-seconds", type=float, default=60.0, help="for measuring one network")
     add("--memory-steps", type=int, default=300, help="over which memory may grow")
     add("--memory-seconds", type=float, default=60.0, help="for these steps, all side by side")
+    add("--gates", type=Path, help="folder of locks, shared with benchmarks that run meanwhile")
     add("--jax", default=sys.executable, help="the Python that has JAX")
     add("--threads", type=int, default=0)
     add("--out", type=Path)
@@ -554,16 +565,12 @@ def main() -> int:
         try:
             document["rows"] = [w.row if isinstance(w, Worker) else w for w in all_of_them]
             write(chosen.out, document)
-            for net in chosen.nets:
-                measure(chosen, [w for w in workers if w.row["net"] == net])
-                write(chosen.out, document)
-            if chosen.device == "cuda":
-                asked = {"steps": chosen.memory_steps, "seconds": chosen.memory_seconds}
-                ready = [w for w in workers if w.ready]
-                for worker in ready:
-                    worker.send({"memory": asked})
-                for worker in ready:
-                    worker.row.update(worker.answer(chosen.memory_seconds + 60.0) or {})
+            with alone(chosen.gates and chosen.gates / "turn"):
+                for net in chosen.nets:
+                    measure(chosen, [w for w in workers if w.row["net"] == net])
+                    write(chosen.out, document)
+                if chosen.device == "cuda":
+                    weigh(chosen, [w for w in workers if w.ready])
             write(chosen.out, document)
             show(document["rows"])
         finally:

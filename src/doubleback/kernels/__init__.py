@@ -26,7 +26,15 @@ from .launch import (
     on_cuda,
     opaque,
 )
-from .pointwise import cleared, curvature, fused_curvature, second
+from .pointwise import (
+    cleared,
+    constant_over_places,
+    curvature,
+    fused_curvature,
+    plus_over_places,
+    second,
+    times_over_places,
+)
 from .products import (
     Strided,
     Turned,
@@ -41,6 +49,8 @@ from .standardisation import (
     Groups,
     Point,
     affine,
+    backward_now,
+    batch_norm_now,
     second_now,
     standardise,
     standardise_again,
@@ -70,11 +80,14 @@ __all__ = [
     "attention_forward",
     "attention_second",
     "attention_tangent",
+    "backward_now",
+    "batch_norm_now",
     "batched",
     "being_flattened",
     "boundary",
     "cleared",
     "compiling",
+    "constant_over_places",
     "curvature",
     "direct",
     "eager",
@@ -89,6 +102,7 @@ __all__ = [
     "on_cuda",
     "opaque",
     "pays",
+    "plus_over_places",
     "recovered",
     "second",
     "second_now",
@@ -99,4 +113,5 @@ __all__ = [
     "statistics",
     "taps_first",
     "times",
+    "times_over_places",
 ]

@@ -121,7 +121,7 @@ def _by_inductor(graph: torch.fx.GraphModule, tensors: list[Tensor]) -> Callable
     takes a list and empties it, as graphs in a `GmWrapper` do: nobody else holds the inputs."""
     fakes = FakeTensorMode(shape_env=_torch.ShapeEnv())
     given = [fakes.from_tensor(t, static_shapes=True) for t in tensors]
-    with tracing(TracingContext(fakes)), heuristics():
+    with tracing(TracingContext(fakes)), heuristics(), quiet():
         return _torch.compile_fx(_torch.GmWrapper(graph, list), given)
 
 
