@@ -179,8 +179,8 @@ class CapturedModule(nn.Module):
             raise InputError(f"net must be an nn.Module, not {type(net).__name__}")
         if isinstance(net, nn.parallel.DistributedDataParallel):
             raise InputError(
-                "wrap the other way round, DistributedDataParallel(Penalised(net, …)): inside, its "
-                "hooks see no backward pass"
+                "wrap the other way round, DistributedDataParallel("
+                f"{type(self).__name__}(net, …)): inside, its hooks see no backward pass"
             )
         self.net = net
         self.compile_mode = compile
@@ -727,8 +727,8 @@ class Choice:
         if not self.possible:
             return way
         return (
-            f"{way}: of a step of about {_time(self.step)}, sweeps spare {_time(self.spared)} "
-            f"of work and take {_time(self.host)} of the host's"
+            f"{way}, by estimate: in a step of about {_time(self.step)} the sweeps save "
+            f"{_time(self.spared)} of work and add {_time(self.host)} in Python"
         )
 
 
