@@ -777,6 +777,14 @@ def test_bad_input_is_one_line(case, tmp_path, capsys):
     assert printed.err.count("\n") == 1 and said in printed.err
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_every_example_refuses_a_device_that_is_not_there(name, tmp_path, capsys):
+    given = ["--device", "cuda:99", "--out", str(tmp_path)]
+    assert common.main(name, "", script(name).run, given) == 2
+    printed = capsys.readouterr()
+    assert not printed.out and printed.err.count("\n") == 1 and "CUDA" in printed.err
+
+
 def test_a_report_is_printed_and_written(tmp_path, capsys):
     def run(arguments):
         figure, (axis,) = common.panels(1)

@@ -280,7 +280,7 @@ def _draw_rings(part, space: Surface) -> None:
     cloud_axis.set(xlim=(-0.6, 0.6), ylim=(-0.6, 0.6), zlim=(-0.6, 0.6), title="points")
     cloud_axis.view_init(elev=34, azim=-59)
     cloud_axis.set_axis_off()
-    cloud_axis.set_box_aspect((1, 1, 1), zoom=1.45)
+    cloud_axis.set_box_aspect((1, 1, 1), zoom=1.2)
     common.picture(cells[1], shaded(hit, normal), None)
     cells[1].set_title("true surface")
     common.picture(cells[2], space.picture, None)
