@@ -160,9 +160,9 @@ class GraphedState:
     read: bool = False
 
     @property
-    def sources(self) -> Sequence[Tensor]:
+    def origins(self) -> Sequence[Tensor]:
         """Tensors from outside that a graphed `last` reads besides."""
-        return getattr(self.state, "sources", ())
+        return getattr(self.state, "origins", ())
 
 
 class _Pair:

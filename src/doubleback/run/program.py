@@ -416,7 +416,7 @@ class FlatState:
     they are had again from.
 
     graphs: where both graphs are kept; numbers: the open sizes; leaves: how many inputs of `first`
-    were values of the network's graph; sources: inputs of `first` among the tensors.
+    were values of the network's graph; origins: inputs of `first` among the tensors.
     """
 
     tensors: list[Tensor]
@@ -425,7 +425,7 @@ class FlatState:
     graphs: Any
     numbers: tuple
     leaves: int
-    sources: Sequence[Tensor] = ()
+    origins: Sequence[Tensor] = ()
 
     def rebuild(self, tensors: Sequence[Tensor], numbers: Sequence[Any]) -> sweeps.State:
         """The nested state, as the trace of `first` left it; numbers: the open sizes."""
