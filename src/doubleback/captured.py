@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ._torch import peek_interpreter_stack
+from ._torch import next_node, peek_interpreter_stack
 from .capture import (
     Arguments,
     accept_plain_keys,
@@ -36,12 +36,15 @@ from .rules import Structure, find_rule
 from .run import (
     Family,
     FlattenedProgram,
+    Job,
     OpenProgram,
     OpenReplay,
     Replay,
+    attach,
     no_autocast,
     read_state,
     remember,
+    run_prelude,
     write_state,
 )
 
@@ -574,6 +577,34 @@ class CapturedModule(nn.Module):
         if after is not None and site.open.symbols:
             after = max(after, SETTLED)
         return Replay(False if self.debug else self.compile_mode, after, self.recompute)
+
+    def _attached(
+        self, site: Site, program: Any, state: Mapping[int, Tensor], gradients: bool,
+        extra: tuple = (), asked: Sequence[Tensor] = (),
+    ) -> tuple[list[Any], Sequence[Tensor]]:  # fmt: skip
+        """Run a program, as one node of autograd's graph: (the network's outputs in their order,
+        what is handed out of its derivative). extra, asked: the penalty's own arguments, and those
+        tensors among them that ask for a gradient."""
+        plan = program.plan
+        before = next_node()
+        prelude = run_prelude(program.prelude, state)
+        swept = [prelude[v] for v in (*plan.penalised, *plan.effective)]
+        program = self._graphed_program(program, [*swept, *asked])
+        job = Job(program, {v: prelude[v] for v in plan.constants}, extra)
+        if plan.trained or asked:
+            results = attach(job, [*swept, *asked], before)
+            count = len(plan.outputs)
+            outputs, told = results[:count], results[count:]
+        else:
+            with torch.no_grad():
+                first = program.first(job.leaves(swept), extra, keep=False)
+            outputs, told = first.outputs, program.results(first.values)
+            job.mutations.update(first.mutated)
+        return self._finish(site, plan, prelude, outputs, job.mutations, gradients), told
+
+    def _graphed_program(self, program: Any, owners: Sequence[Tensor]) -> Any:
+        """The same, by CUDA graphs where they are asked for; owners: what gets gradients."""
+        return program
 
     def _finish(
         self, site: Site, plan: Plan, prelude: Mapping[int, Tensor], outputs: Sequence[Tensor],

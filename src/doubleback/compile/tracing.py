@@ -501,6 +501,11 @@ def _told_apart(graph: torch.fx.Graph, after: Sequence[str]) -> tuple[list[str],
     return [n.name for n in results if n not in late], [n.name for n in results if n in late]
 
 
+# PyTorch's partitioner counts as costly what is read once more long after it was computed. Of four
+# passes most is, and its readers would hold all of it.
+_AGAIN = {"ban_recompute_used_far_apart": False, "ban_recompute_long_fusible_chains": False}
+
+
 def _cut_off(
     graph: torch.fx.Graph, constants: torch.nn.Module, after: Sequence[str],
     before: Sequence[str], last: Sequence[str], inductor: bool,
@@ -526,9 +531,10 @@ def _cut_off(
     if not inductor:
         return _cut_at_uses(copy, list(before), last)
     module = torch.fx.GraphModule(constants, copy)
-    early, late = _torch.min_cut_rematerialization_partition(
-        module, (), num_fwd_outputs=len(before)
-    )
+    with _torch.compile_lock, _torch.functorch_config.patch(_AGAIN):
+        early, late = _torch.min_cut_rematerialization_partition(
+            module, (), num_fwd_outputs=len(before)
+        )
     for part in (early, late):
         for node in part.graph.nodes:
             if node.op == "placeholder":

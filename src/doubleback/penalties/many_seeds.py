@@ -514,7 +514,7 @@ class Directions(Penalty):
         return request.phased(make, self.fingerprint() is not None, False)
 
     def _program(self, plan: Plan, request: Request, replay: Replay) -> DirectionsProgram:
-        return DirectionsProgram(plan, self, request.debug, replay, asked=request.asked)
+        return DirectionsProgram(plan, self, request.debug, replay=replay, asked=request.asked)
 
     def count(self, out_shape: Sequence[int]) -> int:
         """How many directions there are."""

@@ -277,7 +277,8 @@ def broadcast(
 
 def _pair(h: Tensor, xi: Tensor) -> Tensor:
     """Σ_i h⟨i⟩⊙ξ⟨i⟩, 16-bit numbers summed in float32."""
-    return (h * xi).sum(0, dtype=accumulation(h.dtype))
+    pairs, wide = h * xi, accumulation(h.dtype)
+    return pairs[0].to(wide) if len(pairs) == 1 else pairs.sum(0, dtype=wide)
 
 
 # ------------------------------------------------------------------------------------- structures
@@ -550,9 +551,13 @@ def coordinatewise(
     piecewise = second is None
 
     def scale_seeds(call: Call, y: Tensor) -> Tensor:
-        """g′ once, whatever the number of seeds; a rectifier reads its mask as it goes."""
-        if piecewise and fused is not None:
+        """g′ once, whatever the number of seeds; by the stock kernel where there is one seed, and
+        where it is no dearer than a product: a rectifier reads its mask as it goes, a function of
+        the output computes g′ from it in passing."""
+        if fused is not None and (piecewise or of == "output"):
             return fused(call, y, value(call))
+        if fused is not None and len(y) == 1:
+            return fused(call, y[0], value(call))[None]
         return first(call, lifted_and_back(value(call))[0]).to(y.dtype) * y
 
     def bend_seeds(call: Call, pairs: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .._torch import foreach_copy_, foreach_mul
 from ..dtypes import accumulation
-from ..graph import Graph, Node, map_refs
+from ..graph import Graph, Node, Ref, map_refs
 from ..rules import drawn_in_place
 
 CACHE_SIZE = 64  # graphs and programs kept per module, oldest out first
@@ -95,8 +95,13 @@ def run_prelude(nodes: Sequence[Node], state: Mapping[int, Tensor]) -> dict[int,
     """Nodes that do not depend on x, under ordinary autograd (weight norm, hypernetworks)."""
     values = dict(state)
     for node in nodes:
-        args = map_refs(node.args, lambda ref: values[ref.index])
-        kwargs = map_refs(dict(node.kwargs), lambda ref: values[ref.index])
+        args = [
+            values[a.index] if type(a) is Ref
+            else map_refs(a, lambda ref: values[ref.index]) if isinstance(a, list | tuple)
+            else a
+            for a in node.args
+        ]  # fmt: skip
+        kwargs = node.kwargs and map_refs(dict(node.kwargs), lambda ref: values[ref.index])
         run: Any = _AS_WRITTEN.get(node.op, node.op)
         out = run(*args, **kwargs)
         for v, part in zip(node.outputs, out if node.many else (out,), strict=True):
