@@ -11,7 +11,7 @@ from .arguments import (
     take_apart,
 )
 from .dynamo import Surroundings, capture_of, find_graph, forget, hooked, trackers_off, turn
-from .lifting import mark, stop_gradient
+from .lifting import mark, part_layers, stop_gradient
 
 __all__ = [
     "Arguments",
@@ -24,6 +24,7 @@ __all__ = [
     "hooked",
     "mark",
     "only_one",
+    "part_layers",
     "place_of",
     "plain",
     "requires_grad",
