@@ -20,7 +20,7 @@ from .dynamo import (
     trackers_off,
     turn,
 )
-from .lifting import mark, stop_gradient
+from .lifting import mark, part_layers, stop_gradient
 
 __all__ = [
     "PATIENCE",
@@ -34,6 +34,7 @@ __all__ = [
     "hooked",
     "mark",
     "only_one",
+    "part_layers",
     "place_of",
     "plain",
     "requires_grad",

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from types import FunctionType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -165,6 +165,8 @@ class _Places:
         numbered = pytree.tree_unflatten(list(range(len(self.leaves))), self.spec)
         part = self._argument(keys[0], *numbered)
         for position, key in enumerate(keys[1:], start=1):
+            if isinstance(part, int):
+                _refuse_path(path, self.leaves[part])
             part = _inside(part, key, path, keys[:position])
         places = pytree.tree_leaves(part)
         return [i for i in places if isinstance(i, int) and isinstance(self.leaves[i], Tensor)]
@@ -237,6 +239,17 @@ def _refuse_too_many(net: nn.Module, extras: int, given: int) -> None:
         f"{told}: the penalty takes no label or target of its own. Leave it out; for a loss beside "
         "the penalty, accumulate(x, y, loss=…)"
     )
+
+
+def _refuse_path(path: Any, leaf: Any) -> NoReturn:
+    kind = type(leaf).__name__
+    known = ""
+    if not isinstance(leaf, Tensor):
+        known = (
+            " that PyTorch's pytrees know: hand over a dictionary, or, for a dataclass, say "
+            f"torch.utils._pytree.register_dataclass({kind}) once"
+        )
+    raise InputError(f"wrt={path!r} leads into a {kind}, which is no container{known}")
 
 
 def _inside(tree: Any, key: Any, path: Any, before: Sequence[Any]) -> Any:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -196,6 +197,7 @@ class _Autograd(TorchFunctionMode):
         super().__init__()
         self.cut: dict[Any, Tensor] = {}  # by the memory of what requires grad, reached without
         self.name = ""  # of the function that was called last
+        self.open: list[Any] = []  # functions in Python that are looked into
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -212,10 +214,20 @@ class _Autograd(TorchFunctionMode):
         # functional program one operator, which the sweeps draw as the latter.
         if name == "bernoulli" and (len(args) > 1 or "p" in kwargs):
             args = (args[0].contiguous(), *args[1:])
-        result = func(*args, **kwargs)
+        result = self._call(func, args, kwargs)
         if not inputs or name in _QUESTIONS:
             return result
         return pytree.tree_map_only(Tensor, lambda t: self._stopped(t, inputs), result)
+
+    def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if not isinstance(func, FunctionType) or func in self.open:
+            return func(*args, **kwargs)
+        self.open.append(func)
+        try:
+            with self:
+                return _opened(func)(*args, **kwargs)
+        finally:
+            self.open.pop()
 
     def _stopped(self, result: Tensor, inputs: Sequence[Tensor]) -> Tensor:
         differentiable = result.is_floating_point() or result.is_complex()
@@ -239,6 +251,22 @@ class _Autograd(TorchFunctionMode):
                     "(under no_grad, or through detach() or .data), so that its derivative is "
                     "another than its numbers say"
                 )
+
+
+def _opened(function: FunctionType) -> Callable:
+    """A function that PyTorch has in Python, which may detach or write within (`gumbel_softmax`):
+    one that goes ahead, and does not hand itself over to whoever watches."""
+    ahead = {name: _no for name in function.__globals__ if name.startswith("has_torch_function")}
+    opened = FunctionType(
+        function.__code__, {**function.__globals__, **ahead}, function.__name__,
+        function.__defaults__, function.__closure__,
+    )  # fmt: skip
+    opened.__kwdefaults__ = function.__kwdefaults__
+    return opened
+
+
+def _no(*_: Any) -> bool:
+    return False
 
 
 class _Checks(TorchDispatchMode):
@@ -545,6 +573,29 @@ def decompositions() -> dict:
 
 
 RECURRENT = (aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input)
+
+
+def part_layers(module: torch.fx.GraphModule) -> None:
+    """In Dynamo's graph, recurrent layers with dropout in between are called one by one: what
+    PyTorch makes of several when it traces them is without the dropout."""
+    for part in module.modules():
+        if not isinstance(part, torch.fx.GraphModule):
+            continue
+        found = [n for n in part.graph.nodes if _drops_between_layers(n)]
+        for node in found:
+            if not isinstance(node.args[3], bool):
+                raise CaptureError("packed sequences through recurrent layers with dropout")
+            node.target = _recurrent(node.target)
+        if found:
+            part.recompile()
+
+
+def _drops_between_layers(node: torch.fx.Node) -> bool:
+    """(…, layers, dropout, train, …)."""
+    if getattr(node.target, "__name__", "") not in ("lstm", "gru", "rnn_tanh", "rnn_relu"):
+        return False
+    rates = [i for i, a in enumerate(node.args) if isinstance(a, float)]
+    return any(node.args[i] and node.args[i + 1] for i in rates)
 
 
 def _recurrent(whole):

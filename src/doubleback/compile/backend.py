@@ -7,6 +7,7 @@ arrives at it runs on autograd; from the next call on the region is the passes o
 
 from __future__ import annotations
 
+import functools
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -27,7 +28,7 @@ from .._torch import (
     get_current_graph_task_keep_graph,
     will_engine_execute_node,
 )
-from ..capture import forget, plain
+from ..capture import forget, part_layers, plain
 from ..errors import CaptureError, InputError, StaleGraphError, let_through, warn
 from ..patch import patched, supported
 from ..run import no_autocast, quiet, sound
@@ -58,10 +59,12 @@ def backend(
     by kernel. mode: as for Inductor.
     """
     compile_first, inductor = _compilers(mode, options)
+    part_layers(module)
     tensors = [t for t in inputs if isinstance(t, Tensor)]
     alone = not torch.is_grad_enabled() or not any(t.requires_grad for t in tensors)
     if alone or not all(plain(t) for t in tensors):
         return compile_first(module, inputs)
+    _close_to_dynamo()
     return CompiledRegion(module, inputs, compile_first, inductor).enter
 
 
@@ -470,7 +473,7 @@ def _watch(function: Any, region: CompiledRegion) -> None:
         return tuple(each.get(i) for i in range(len(ctx.tensors)))
 
     function.forward = staticmethod(held_forward)
-    function.backward = staticmethod(open_backward)
+    function.backward = staticmethod(torch.compiler.disable(open_backward))
 
 
 # ---------------------------------------------------------------- once asked: our own passes
@@ -620,6 +623,15 @@ class RegionForward(torch.autograd.Function):
         if not get_current_graph_task_keep_graph():
             call.held.free()
         return None, *(gradients.get(i) for i in range(len(ctx.tensors) - 1))
+
+
+@functools.cache
+def _close_to_dynamo() -> None:
+    """Compiled code that differentiates its own regions calls these two from inside: Dynamo is not
+    to read them. Once there is a region, since this imports Dynamo."""
+    functions: Any = RegionForward, RegionBackward
+    for function in functions:
+        function.backward = staticmethod(torch.compiler.disable(function.backward))
 
 
 def _first(
