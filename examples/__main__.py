@@ -27,6 +27,7 @@ NAMES = (
     "physics",
     "gan",
     "inverse_problem",
+    "right_reasons",
 )
 
 INTRODUCTION = """# Examples
@@ -34,8 +35,8 @@ INTRODUCTION = """# Examples
 What training with derivatives in the loss is for: one folder each, one short script each. They \
 run from the repository with `pip install -e '.[examples]'`, take under two minutes on two cores, \
 and have `--full` (larger, more seeds), `--seed`, `--device` and `--out`. `robustness`, \
-`contractive_autoencoder` and `few_examples` take `--data mnist-idx:FOLDER`, which takes longer. \
-What the literature claims is tested, and where it is not seen the page says so.
+`contractive_autoencoder`, `few_examples` and `right_reasons` take `--data mnist-idx:FOLDER`, \
+which takes longer. What the literature claims is tested, and where it is not seen the page says so.
 
 `make examples` runs all of them and writes this page from the records under `gallery/`.
 """

@@ -154,7 +154,7 @@ def panels(columns: int, rows: int = 1, width: float = 10, height: float = 3.4, 
     return figure, list(axes.flat)
 
 
-def picture(axis: Any, values: Any, cmap: str = "gray_r", **kwargs: Any) -> None:
+def picture(axis: Any, values: Any, cmap: str | None = "gray_r", **kwargs: Any) -> None:
     """An image without ticks or frame."""
     axis.imshow(np.asarray(values), cmap=cmap, interpolation="nearest", **kwargs)
     axis.set_xticks([])

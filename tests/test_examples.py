@@ -303,6 +303,40 @@ def test_signed_distance():
     assert learned.slope < plain.slope / 3 and learned.surface < 0.02
 
 
+def test_linked_rings():
+    """After a short training f is near to their distance, and its zero set to them: both holes are
+    open, and rays through them meet nothing."""
+    example = script("signed_distance")
+    found = example.rings(300, 1500, 0, CPU, side=60)
+    assert found.error < 0.05 and found.surface < 0.03
+    true, _, _ = example.look(example.ring_distance, 60)
+    seen = found.off >= 0  # nan where nothing is met
+    assert found.picture.shape == (60, 60, 3) and (seen == true).float().mean() > 0.95
+
+
+def test_the_true_distance_of_the_rings():
+    """Zero on their points, of slope 1 outside and inside, by central differences; rays that follow
+    it end on the surface with a normal that looks back."""
+    example = script("signed_distance")
+    generator = torch.Generator().manual_seed(0)
+    points = example.ring_points(500, generator)
+    assert example.ring_distance(points).abs().max() < 1e-6 and len(points) == 500
+    centre = torch.tensor([[-0.21 + example.RING, 0.0, 0.0], [0.21, 0.0, example.RING]])
+    assert torch.allclose(example.ring_distance(centre), torch.tensor([-example.TUBE] * 2))
+    x = points + 0.1 * torch.nn.functional.normalize(torch.randn(500, 3, generator=generator))
+    step = 1e-3 * torch.eye(3)
+    slopes = [(example.ring_distance(x + e) - example.ring_distance(x - e)) / 2e-3 for e in step]
+    assert ((torch.stack(slopes).norm(dim=0) - 1).abs() < 0.01).float().mean() > 0.95  # no ridges
+    hit, place, normal = example.look(example.ring_distance, 40)
+    assert 0.1 < hit.float().mean() < 0.6
+    seen = hit.flatten()
+    assert example.ring_distance(place[seen]).abs().max() < 4e-3
+    ahead = torch.tensor([-0.45, 0.75, -0.6])
+    facing = -(normal[seen] @ ahead) / ahead.norm()
+    grazing = (2 * 4e-3 / example.TUBE) ** 0.5  # a ray that passes within 4e-3 counts as a hit
+    assert (facing > -1.1 * grazing).all() and (facing > 0).float().mean() > 0.95
+
+
 def test_the_true_distance_of_the_curve():
     """Zero on it, negative inside, and of slope 1 away from it, by central differences."""
     example = script("signed_distance")
@@ -624,6 +658,57 @@ def test_inverse_problem_measures():
     assert (example.ssim(truth + 0.1 * torch.randn_like(truth), truth) < 0.9).all()
 
 
+def test_right_reasons():
+    """Plain training believes the swatch; told where not to look, the network does not."""
+    example = script("right_reasons")
+    images = common.load_images("digits", None, 1, CPU)
+    data = example.Data.made(images.train, True, 1)
+    told, random = (example.Data.made(images.test, honest, 2) for honest in (True, False))
+    plain, _, right, _ = example.NAMES
+    found = {
+        name: example.measure(example.train(name, data, 0.001, 12, 1), told, random)
+        for name in (plain, right)
+    }
+    assert found[plain].told > 0.9 and found[plain].random < found[plain].told - 0.05
+    assert found[right].random > found[plain].random + 0.04
+    assert found[right].bare > found[plain].bare + 0.05
+    assert found[right].share < 0.3 * found[plain].share
+
+
+def test_right_reasons_penalty_is_autograds():
+    """‖mask ⊙ ∇ₓ Σ_k log p_k‖², with `create_graph=True`: value and gradients."""
+    example = script("right_reasons")
+    torch.manual_seed(0)
+    net = example.network(8).double()
+    x, mask = torch.rand(5, 1, 8, 8).double(), (torch.rand(5, 1, 8, 8) < 0.3).double()
+    leaf = x.clone().requires_grad_()
+    total = net(leaf).log_softmax(1).sum()
+    (gradient,) = torch.autograd.grad(total, leaf, create_graph=True)
+    for name, part in zip(example.NAMES[1:3], (torch.ones_like(mask), mask), strict=True):
+        expected = (part * gradient).square().sum() / 5
+        parameters = [p for n, p in net.named_parameters() if n != "5.bias"]
+        wanted = torch.autograd.grad(expected, parameters, retain_graph=True, allow_unused=True)
+        found = example.db.Penalised(net, example.PENALTIES[name])(x, mask)[1]
+        assert torch.allclose(found, expected, rtol=1e-12)
+        ours = torch.autograd.grad(found, parameters, allow_unused=True)
+        for a, b in zip(ours, wanted, strict=True):
+            b = torch.zeros_like(a) if b is None else b
+            assert torch.allclose(a, b, rtol=1e-9, atol=1e-12)
+
+
+def test_swatches_tell_the_class_or_lie():
+    example = script("right_reasons")
+    images, labels = torch.zeros(400, 1, 8, 8), torch.arange(400) % 10
+    for honest in (True, False):
+        made, mask = example.swatches(images, labels, honest, torch.Generator().manual_seed(0))
+        assert (mask.sum((1, 2, 3)) == 4).all() and torch.equal(made > 0, mask > 0)
+        told = ((1 - made.amax((1, 2, 3))) * 10).round().long()
+        right = (told == labels).float().mean().item()
+        assert right == 1 if honest else 0.04 < right < 0.18
+        corners = mask[:, 0, [0, 0, -1, -1], [0, -1, 0, -1]]
+        assert (corners.sum(1) == 1).all() and (corners.sum(0) > 60).all()
+
+
 # ----------------------------------------------------------------------------- data and bad input
 
 
@@ -690,6 +775,14 @@ def test_bad_input_is_one_line(case, tmp_path, capsys):
     printed = capsys.readouterr()
     assert status == 2 and not printed.out
     assert printed.err.count("\n") == 1 and said in printed.err
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_example_refuses_a_device_that_is_not_there(name, tmp_path, capsys):
+    given = ["--device", "cuda:99", "--out", str(tmp_path)]
+    assert common.main(name, "", script(name).run, given) == 2
+    printed = capsys.readouterr()
+    assert not printed.out and printed.err.count("\n") == 1 and "CUDA" in printed.err
 
 
 def test_a_report_is_printed_and_written(tmp_path, capsys):

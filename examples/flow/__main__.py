@@ -321,8 +321,7 @@ def digits(
 
 
 def draw(found: dict[str, Found], entropy: float, written: dict[str, FoundDigits]):
-    ratios = [1, 1, 1, 1, 1, 1, 1, 1.4]
-    figure, axes = common.panels(8, width=17, height=2.6, width_ratios=ratios)
+    figure, axes = common.panels(4, 2, width=10.5, height=5.4)
     for kind, one in written.items():
         tiles = F.pad(one.samples, (1, 1, 1, 1)).reshape(5, 5, 10, 10).transpose(1, 2)
         axis = axes.pop(5)

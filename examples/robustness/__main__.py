@@ -614,10 +614,11 @@ def report(kept: Kept) -> common.Report:
     told = ", ".join(
         f"{name} {' or '.join(f'{w:g}' for w in values)}" for name, values in chosen.items()
     )
+    each = any(len(values) > 1 for values in chosen.values())
     made.notes.append(
         "weights of the penalties, chosen on a fifth of the training images held out (best under "
-        f"PGD-10 among those that lose at most half a point of clean accuracy there; runs of "
-        f"several processes choose each for itself): {told}"
+        "PGD-10 among those that lose at most half a point of clean accuracy there"
+        f"{'; every run chose for itself' if each else ''}): {told}"
     )
     made.notes.append(
         "linear radius: median ℓ₂ distance to the nearest other class of the network linearised at "
