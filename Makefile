@@ -56,8 +56,8 @@ test-forces:
 	@for kind in mace others; do \
 	  test -x .venv-forces/$$kind/bin/python || $(PYTHON) -m venv .venv-forces/$$kind; \
 	done
-	@.venv-forces/mace/bin/python -m pip install -qq --editable . pytest mace-torch
-	@.venv-forces/others/bin/python -m pip install -qq --editable . pytest nequip nequip-allegro torch_geometric torchmd-net
+	@.venv-forces/mace/bin/python -m pip install -qq --editable . pytest hypothesis mace-torch
+	@.venv-forces/others/bin/python -m pip install -qq --editable . pytest hypothesis nequip nequip-allegro torch_geometric torchmd-net
 	@.venv-forces/others/bin/python -m pip install -qq schnetpack
 	@.venv-forces/mace/bin/python -m pytest -q tests/test_forces.py -k "MACE" $(ARGS)
 	@.venv-forces/others/bin/python -m pytest -q tests/test_forces.py -k "not MACE" $(ARGS)

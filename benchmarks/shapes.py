@@ -382,8 +382,9 @@ class Worker:
         if line:
             return json.loads(line)
         self.process.wait()
-        told = [x for x in self.error.read_text().splitlines() if x and not x[0].isspace()]
-        problem = next((x for x in reversed(told) if "Error" in x or "Exception" in x), "")
+        # what follows the frames of the last traceback
+        told = self.error.read_text().rpartition("Traceback (most recent call last)")[2]
+        problem = next((x for x in told.splitlines()[1:] if x and not x[0].isspace()), "")
         self.row.setdefault("failed", problem[:300] or f"exit {self.process.returncode}")
         print(f"{self.row['net']}, {self.row['method']}: {self.row['failed']}", file=sys.stderr)
         return None

@@ -583,6 +583,37 @@ def test_shapes_that_depend_on_the_penalised_input_run_on_autograd():
     assert_on_autograd(net, x, "shape")
 
 
+def test_a_hook_that_takes_numbers_out_is_found_out_once():
+    """Not captured anew at every call, as its list grows and sizes change."""
+    net, seen = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1)).double(), []
+    net[0].register_forward_hook(lambda module, given, out: seen.append(float(out.detach().sum())))
+    model = db.WithGradient(net, sweeps=True)
+    with pytest.warns(db.CaptureWarning, match="float") as told:
+        for n in range(5, 9):
+            x = torch.randn(n, 4).double()
+            _, gradient = model(x)
+            wanted = torch.autograd.grad(net(x.requires_grad_()).sum(), x)[0]
+            torch.testing.assert_close(gradient, wanted)
+    assert len(told) == 1
+    assert dynamo.capture_of(net, None).graphs == 1
+    assert seen[::2] == seen[1::2]
+
+
+def test_what_is_captured_anew_at_every_call_runs_on_autograd():
+    """A list that grows: Dynamo takes its length to be part of the graph."""
+    net, seen = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1)).double(), []
+    net[0].register_forward_hook(lambda module, given, out: seen.append(out.detach()))
+    model, x = db.WithGradient(net, sweeps=True), torch.randn(5, 4).double()
+    calls = 2 * dynamo.MANY
+    with pytest.warns(db.CaptureWarning, match="what it reads changes") as told:
+        gradients = [model(x)[1] for _ in range(calls)]
+    assert len(told) == 1
+    assert len(seen) == calls
+    assert dynamo.capture_of(net, None).graphs == dynamo.MANY
+    for gradient in gradients:
+        torch.testing.assert_close(gradient, gradients[0])
+
+
 # ------------------------------------------------------------------------ draws outside torch
 
 

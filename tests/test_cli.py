@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import gzip
+import html
 import importlib.util
 import io
 import json
@@ -242,7 +243,7 @@ def test_demo_measures_what_it_says(demo):
     assert (settings["training images"], settings["test images"]) == (128, 32)
     assert list(results["quality"]) == ["plain", "loss-gradient", "jacobian"]
     for row in results["quality"].values():
-        assert row["mean ‖∇ₓℓ‖"] > 0 and row["mean ‖J‖_F"] > 0
+        assert row["max ‖∇ₓℓ‖"] > row["mean ‖∇ₓℓ‖"] > 0 and row["mean ‖J‖_F"] > 0
         for attack in ("FGSM", "PGD"):
             assert len(row[attack]) == len(results["settings"]["sizes"])
             assert row[attack][0] == row["accuracy"]  # ε = 0
@@ -251,6 +252,25 @@ def test_demo_measures_what_it_says(demo):
         assert cost["plain"]["over plain"] == 1 and len(cost) == 5
         assert all(way["seconds"] > 0 and way["rounds"] >= 5 for way in cost.values())
     assert max(row["worst"] for row in results["parity"].values()) <= 1e-10
+    norms = [
+        sum(v * v for row in g for v in row) for g in results["pictures"]["gradients"]["plain"]
+    ]
+    assert norms == sorted(norms) and len(norms) == 8
+    most = results["quality"]["plain"]["max ‖∇ₓℓ‖"]
+    assert norms[-1] ** 0.5 == pytest.approx(most, rel=1e-4)
+
+
+def test_the_report_says_what_was_measured(demo):
+    """The summary at its top, and the change of the loop for the first penalty."""
+    results = json.loads((demo[0] / "results.json").read_text())
+    told = html.unescape((demo[0] / "report.html").read_text())
+    for sentence in demo_command.sentences(results):
+        assert f"<li>{sentence}</li>" in told
+    plain, *others = results["quality"].values()
+    at = results["settings"]["sizes"].index(demo_command.ATTACK)
+    assert f"{plain['PGD'][at]:.1%} plain ({plain['accuracy']:.1%})" in told
+    assert all(f"{row['PGD'][at]:.1%} with 1 · " in told for row in others)
+    assert '+ model = db.Penalised(net, db.LossGradient("cross_entropy"))' in told
 
 
 def test_attacks_stay_in_their_ball_and_raise_the_loss():
@@ -292,7 +312,7 @@ def test_the_report_is_one_file_that_loads_nothing(demo):
         for name in ("src", "href"):
             assert attributes.get(name, "data:").startswith("data:")
     tags = [tag for tag, _ in seen]
-    assert tags.count("svg") == 2 and tags.count("img") == 8 * 4 and tags.count("pre") == 4
+    assert tags.count("svg") == 2 and tags.count("img") == 8 * 4 and tags.count("pre") == 5
     picture = next(a["src"] for tag, a in seen if tag == "img")
     assert base64.b64decode(picture.partition(",")[2]).startswith(b"\x89PNG")
 
@@ -354,6 +374,7 @@ def test_bad_idx_files_are_one_line(mnist, capsys, spoil, message):
         (("demo", "--data", "mnist-idx:nowhere"), "there is no folder nowhere"),
         (("demo", "--out", "their_nets.py"), "is a file"),
         (("bench", "--net", "mpl"), "did you mean 'mlp'?"),
+        (("bench", "--penalty", "jac"), "did you mean 'jacobian'?"),
         (("bench", "--side", "9"), "multiple of 8"),
         (("check", "their_nets:clasifier", *IMAGES), "did you mean 'classifier'?"),
         (("check", "their_nets:critic", *ROWS, "--device", "gpu"), "choose from cpu, cuda"),
@@ -380,6 +401,8 @@ def test_bad_values_are_answered_in_one_line(nets, capsys, arguments, message):
         (("check", "a:b", *ROWS, "--penalty", "jacobain"), "did you mean 'jacobian'?"),
         (("check", "a:b", *ROWS, "--los", "cros_entropy"), "did you mean 'cross_entropy'?"),
         (("check", "a:b", *ROWS, "--penaltie", "jacobian"), "did you mean --penalty?"),
+        (("check", "a:b", "--inputshape", "8,20"), "did you mean --input-shape?"),
+        (("check", "a:b", *ROWS, "more"), "check has no argument 'more'"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
 )

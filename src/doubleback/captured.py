@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
+from time import monotonic
 from typing import Any, Literal
 
 import torch
@@ -17,6 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ._torch import next_node, peek_interpreter_stack
 from .capture import (
+    PATIENCE,
     Arguments,
     accept_plain_keys,
     capture_of,
@@ -30,6 +32,7 @@ from .capture import (
 from .counting import counting
 from .errors import CaptureError, InputError, RuleError, refuse_unused, warn
 from .graph import Graph, Meta, Node, Ref
+from .kernels import compiling
 from .patch import LASTING, patched, patched_lasting, supported, watched
 from .plan import Plan, make_plan
 from .rules import Structure, find_rule
@@ -176,8 +179,8 @@ class CapturedModule(nn.Module):
             raise InputError(f"net must be an nn.Module, not {type(net).__name__}")
         if isinstance(net, nn.parallel.DistributedDataParallel):
             raise InputError(
-                "wrap the other way round, DistributedDataParallel(Penalised(net, …)): inside, its "
-                "hooks see no backward pass"
+                "wrap the other way round, DistributedDataParallel("
+                f"{type(self).__name__}(net, …)): inside, its hooks see no backward pass"
             )
         self.net = net
         self.compile_mode = compile
@@ -201,6 +204,7 @@ class CapturedModule(nn.Module):
         self._used: dict[Any, tuple[int, frozenset[str]]] = {}  # of the patch, after so many calls
         self._warned = False
         self._refusal: CaptureError | None = None
+        self._again = 0.0  # when what could not be swept is tried again
         self._run = self._opaque(self._forward)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -217,6 +221,7 @@ class CapturedModule(nn.Module):
             "_used",
             "_warned",
             "_refusal",
+            "_again",
             "_run",
             "_partly_compiled",
         )
@@ -228,7 +233,7 @@ class CapturedModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """(what net returns, and what is asked of its derivative)."""
-        if torch.compiler.is_compiling():
+        if compiling():
             return self._run(*args, **kwargs)
         return self._forward(*args, **kwargs)
 
@@ -259,7 +264,7 @@ class CapturedModule(nn.Module):
         chosen = self._chosen(call)
         if chosen is not None:
             return chosen, None
-        if self.sweeps is False or not self._captures(call):
+        if self.sweeps is False or not self._captures(call) or self._rests():
             return "patched", None
 
         def swept(graph: Graph, inputs: Sequence[Any]) -> Sequence[Any]:
@@ -268,15 +273,21 @@ class CapturedModule(nn.Module):
 
         with torch.inference_mode(False), torch.enable_grad():
             args, kwargs = call.with_x(call.aliases)
+            capture, start = capture_of(self.net, self.output), monotonic()
             try:
-                capture = capture_of(self.net, self.output)
                 result = capture(self.net, swept, args, kwargs, at_once=self.strict)
                 return None, call.with_own(result)
             except CaptureError as error:
                 if self.strict:
                     raise
-                self._refusal = error
+                self._refusal = CaptureError(str(error))  # whose frames hold no tensors
+                if error is not capture.refusal:  # captured, but not to be swept with these inputs
+                    self._again = monotonic() + PATIENCE * (monotonic() - start)
                 return "patched", None
+
+    def _rests(self) -> bool:
+        """Whether what was captured could not be swept, not so long ago that it is tried again."""
+        return not self.strict and monotonic() < self._again
 
     # ------------------------------------------------------------------ sweeps or autograd
 
@@ -369,7 +380,8 @@ class CapturedModule(nn.Module):
         if unsure or self._written() is None:
             return None
         if isinstance(way, frozenset):
-            for_good = capture_of(self.net, self.output).resting and not self.strict
+            resting = self._rests() or capture_of(self.net, self.output).resting
+            for_good = resting and not self.strict
             return way if for_good or self.sweeps is False else None
         return way if self._free_to_choose() else None
 
@@ -401,7 +413,7 @@ class CapturedModule(nn.Module):
             with trackers_off():
                 result = self._with_patch(run) if way == "patched" else run(way)
         except Exception:  # the network's own error: it was not the capture's fault
-            self._refusal = None
+            self._refusal, self._again = None, 0.0
             capture_of(self.net, self.output).refusal = None
             raise
         if way not in ("bare", "math") and self._refusal is not None and not self._warned:
@@ -464,11 +476,18 @@ class CapturedModule(nn.Module):
         penalised: Any = tuple([graph.inputs[place] for place in where])  # type: ignore[index]
         moving = _sized_by(graph, penalised) if graph.deciding else None
         if moving is not None:
+            taken = any(w[-1] == "item" and w[0].index in moving.outputs
+                        for w in graph.symbols.values() if isinstance(w[0], Ref))  # fmt: skip
+            what, remedy = (
+                f"the shape of what {moving.op} yields depends on numbers that are",
+                "a fixed size (torch.where in the place of a mask as an index)",
+            )
+            if taken:
+                what = "Python is handed a number (float(), .item()) of what is"
+                remedy = "leave it a tensor (.detach(), in a hook that looks on)"
             raise CaptureError(
-                f"{type(self.net).__name__} cannot be captured as one graph: the shape of what "
-                f"{moving.op} yields depends on numbers that are computed from the penalised input"
-                f"\n  stopped at {moving.source}\n  Remedy: a fixed size (torch.where in the place "
-                "of a mask as an index)."
+                f"{type(self.net).__name__} cannot be captured as one graph: {what} computed from "
+                f"the penalised input\n  stopped at {moving.source}\n  Remedy: {remedy}."
             )
         outputs, shapes = graph.ends_at(numbers)
         key = (id(graph), numbers, penalised)
@@ -708,8 +727,8 @@ class Choice:
         if not self.possible:
             return way
         return (
-            f"{way}: of a step of about {_time(self.step)}, sweeps spare {_time(self.spared)} "
-            f"of work and take {_time(self.host)} of the host's"
+            f"{way}, by estimate: in a step of about {_time(self.step)} the sweeps save "
+            f"{_time(self.spared)} of work and add {_time(self.host)} in Python"
         )
 
 

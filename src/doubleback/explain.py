@@ -92,7 +92,9 @@ class Explanation:
                 f"{_mib(self.peak_bytes)}"
             )
         if self.price is not None:
-            lines.append(f"expected price: {self.price:.2g} plain steps, by FLOPs")
+            told = f"{self.price:.2g}"
+            steps = "step" if told == "1" else "steps"
+            lines.append(f"expected price: {told} plain {steps}, by FLOPs")
         if self.thinning and self.average_price is not None:
             lines.append(
                 f"penalised: {self.thinning}, which makes {self.average_price:.3g} on average"

@@ -10,10 +10,20 @@ from .arguments import (
     requires_grad,
     take_apart,
 )
-from .dynamo import Surroundings, capture_of, find_graph, forget, hooked, trackers_off, turn
+from .dynamo import (
+    PATIENCE,
+    Surroundings,
+    capture_of,
+    find_graph,
+    forget,
+    hooked,
+    trackers_off,
+    turn,
+)
 from .lifting import mark, stop_gradient
 
 __all__ = [
+    "PATIENCE",
     "Arguments",
     "Surroundings",
     "accept_plain_keys",

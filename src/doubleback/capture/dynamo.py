@@ -75,6 +75,7 @@ class Capture:
         self._surroundings: Surroundings | None = None
         self._compiled: dict[Any, Callable] = {}
         self._changes: list[str] = []
+        self._calls = 0
         self._warned = False
 
     def __call__(
@@ -84,7 +85,7 @@ class Capture:
             assert self.refusal is not None
             raise self.refusal
         box = _Box(run)
-        start, handled = monotonic(), sys.exception()
+        start, handled, known = monotonic(), sys.exception(), self.graphs
         failure: Exception | None = None
         result: Any = None
         try:
@@ -108,9 +109,9 @@ class Capture:
                 self._again = now + PATIENCE * (now - start)
             raise refusal
         self.refusal = None
-        if self.graphs >= MANY and not self._warned:
-            self._warned = True
-            self._warn(net)
+        self._calls += 1
+        if self.graphs > known and self.graphs >= MANY:
+            self._reckon(net, monotonic() - start)
         return result
 
     @property
@@ -193,13 +194,24 @@ class Capture:
         text = str(failure.reason).splitlines()[0]
         self._changes = [*self._changes[-3:], text]
 
-    def _warn(self, net: nn.Module) -> None:
-        changes = "; ".join(dict.fromkeys(self._changes))
-        warn(
-            f"{type(net).__name__} was captured {MANY} times because what it reads changed "
-            f"({changes}), and will be at every change; hold what changes often in a buffer or "
-            "pass it as a tensor"
-        )
+    def _reckon(self, net: nn.Module, took: float) -> None:
+        """Of a network that was captured once more: where most calls were captures it rests, where
+        fewer were it is said once what captures cost."""
+        name, changes = type(net).__name__, "; ".join(dict.fromkeys(self._changes))
+        if 2 * self.graphs > self._calls:
+            self.refusal = CaptureError(
+                f"{name} was captured {self.graphs} times in {self._calls} calls: what it reads "
+                f"changes ({changes})\n  Remedy: hold what changes often in a buffer or pass it as "
+                "a tensor; a list that a hook fills has to be emptied."
+            )
+            self._again = monotonic() + PATIENCE * took
+        elif not self._warned:
+            self._warned = True
+            warn(
+                f"{name} was captured {self.graphs} times because what it reads changed "
+                f"({changes}), and will be at every change; hold what changes often in a buffer or "
+                "pass it as a tensor"
+            )
 
 
 _SETTINGS = {

@@ -79,7 +79,7 @@ class CheckReport:
         for row in shown:
             mark = "" if self._right(row) else "  ← wrong"
             if not mark and row.rounding:
-                mark = f"  rounding: {row.rounding:.0e}"
+                mark = f"  as it runs: {row.rounding:.0e} allowed"
             lines.append(
                 f"{row.name:<{width}}  {row.error:>14.1e}  {row.ours:>10.3e}  "
                 f"{row.oracle:>10.3e}{mark}"

@@ -93,6 +93,7 @@ def nearest(option: str, given: str, known: Iterable[str], more: str = "") -> No
 
 def _unknown(given: str, names: Sequence[str], more: str = "") -> str:
     near = difflib.get_close_matches(given, names, 1, 0.6)
+    near = near or [name for name in names if len(given) > 2 and name.startswith(given)]
     meant = f"; did you mean {near[0]!r}?" if near else ""
     return f"unknown {given!r}{meant} (choose from {', '.join(names)}{', ' if more else ''}{more})"
 
@@ -116,14 +117,25 @@ class _Parser(argparse.ArgumentParser):
         first = next((word for word in given if not word.startswith("-")), None)
         if first is not None and first not in COMMANDS and given[0] == first:
             self.error(f"command: {_unknown(first, list(COMMANDS))}")
+        if first in COMMANDS and given[0] == first:
+            self._refuse_unknown(first, given[1:])
         arguments, unknown = self.parse_known_args(given, namespace)
         if unknown:
-            known = [o for _, options in _options(self, arguments.command) for o in options]
-            near = difflib.get_close_matches(unknown[0].split("=")[0], known, 1, 0.75)
-            meant = f"; did you mean {near[0]}?" if near else ""
-            self.prog += f" {arguments.command}"
-            self.error(f"{arguments.command} has no argument {unknown[0]!r}{meant}")
+            self._refuse(arguments.command, unknown[0], [])
         return arguments
+
+    def _refuse_unknown(self, command: str, words: Sequence[str]) -> None:
+        """Before anything is found missing: it may be there, misspelt."""
+        known = [o for _, options in _options(self, command) for o in options]
+        for word in words:
+            name = word.partition("=")[0]
+            if name.startswith("--") and not any(o.startswith(name) for o in known):
+                self._refuse(command, word, difflib.get_close_matches(name, known, 1, 0.75))
+
+    def _refuse(self, command: str, word: str, near: Sequence[str]) -> NoReturn:
+        meant = f"; did you mean {near[0]}?" if near else ""
+        self.prog += f" {command}"
+        self.error(f"{command} has no argument {word!r}{meant}")
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"doubleback: {message} (see {self.prog} --help)\n")

@@ -193,7 +193,8 @@ def bench(arguments: argparse.Namespace) -> int:
             summaries[name][net_name] = shared.summary(latest)
         bar.update(task, completed=len(cases) * budget, description="done")
     results = {"batch": arguments.batch, "side": arguments.side, "versions": _versions(),
-               "device": _device_name(where), "results": summaries}  # fmt: skip
+               "device": _device_name(where), "clock": shared.clock(where)[1],
+               "results": summaries}  # fmt: skip
     if arguments.json:
         print(json.dumps(results, indent=1))
     else:

@@ -41,17 +41,28 @@ TESTED = 1000  # test images at most that are attacked
 
 @dataclass(frozen=True)
 class DemoPenalty:
-    """A penalty that the demo knows, with the weight at which it does something here."""
+    """A penalty that the demo knows, with the weight at which it does something here; `call` and
+    `given` are for the report: how it is written, and what the model is called with."""
 
     build: Callable[[], db.Penalty]
     weight: float
     formula: str
+    call: str
+    given: str = "x"
 
 
 PENALTIES = {
-    "loss-gradient": DemoPenalty(lambda: db.LossGradient("cross_entropy"), 1.0, "‖∇ₓℓ‖²"),
-    "jacobian": DemoPenalty(lambda: db.Jacobian(), 0.03, "‖∂out/∂x‖²_F"),
-    "spectral-norm": DemoPenalty(lambda: db.SpectralNorm(), 0.1, "σ₁(∂out/∂x)"),
+    "loss-gradient": DemoPenalty(
+        lambda: db.LossGradient("cross_entropy"),
+        1.0,
+        "‖∇ₓℓ‖²",
+        'db.LossGradient("cross_entropy")',
+        "x, y",
+    ),
+    "jacobian": DemoPenalty(lambda: db.Jacobian(), 0.03, "‖∂out/∂x‖²_F", "db.Jacobian()"),
+    "spectral-norm": DemoPenalty(
+        lambda: db.SpectralNorm(), 0.1, "σ₁(∂out/∂x)", "db.SpectralNorm()"
+    ),
 }
 
 
@@ -128,7 +139,6 @@ class Demo:
             quality = self._quality(bar)
             costs = self._costs(bar)
             parity, plans = self._explained(bar)
-        x, y = self.data.test
         return {
             "settings": {
                 "net": self.arguments.net,
@@ -138,7 +148,7 @@ class Demo:
                 "weights": self.weights,
                 "data": self.data.name,
                 "training images": len(self.data.train[1]),
-                "test images": len(y),
+                "test images": len(self.data.test[1]),
                 "parameters": sum(p.numel() for p in self.nets["plain"].parameters()),
                 "sizes": SIZES,
                 "PGD steps": PGD_STEPS,
@@ -153,10 +163,11 @@ class Demo:
                 else "CPU, one thread",
             },
             "quality": quality,
+            "clock": shared.clock(self.device)[1],
             "costs": costs,
             "parity": parity,
             "plans": plans,
-            "pictures": self._pictures(x[:SHOWN], y[:SHOWN]),
+            "pictures": self._pictures(),
         }
 
     # ------------------------------------------------------------------------------- training
@@ -231,14 +242,22 @@ class Demo:
             self._line("compare with autograd", done, len(self.names), f"{name}: {state}")
         return parity, plans
 
-    def _pictures(self, x: Tensor, y: Tensor) -> dict[str, Any]:
-        """Test images, and ∇ₓℓ by each network."""
+    def _pictures(self) -> dict[str, Any]:
+        """∇ₓℓ by each network at test images, evenly from that at which the plain network's is
+        smallest to that at which it is largest."""
+        x, y = (values[:TESTED] for values in self.data.test)
         gradients = {}
         for name, net in self.nets.items():
             net.eval()
-            gradients[name] = input_gradient(net, x, y)[1][:, 0].tolist()
+            gradients[name] = input_gradient(net, x, y)[1]
             net.train()
-        return {"images": x[:, 0].tolist(), "labels": y.tolist(), "gradients": gradients}
+        order = gradients["plain"].flatten(1).norm(dim=1).argsort()
+        shown = order[torch.linspace(0, len(order) - 1, min(SHOWN, len(order))).long()]
+        return {
+            "images": x[shown, 0].tolist(),
+            "labels": y[shown].tolist(),
+            "gradients": {name: g[shown, 0].tolist() for name, g in gradients.items()},
+        }
 
     def _progress(self) -> Progress:
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -291,6 +310,7 @@ def measure(net: nn.Module, x: Tensor, y: Tensor) -> dict[str, Any]:
     return {
         "accuracy": accuracy(out, y),
         "mean ‖∇ₓℓ‖": gradient.flatten(1).norm(dim=1).mean().item(),
+        "max ‖∇ₓℓ‖": gradient.flatten(1).norm(dim=1).max().item(),
         "mean ‖J‖_F": squares.sqrt().mean().item(),
         "FGSM": fgsm,
         "PGD": [fgsm[0], *(accuracy(net(pgd(net, x, y, size)), y) for size in SIZES[1:])],
@@ -327,7 +347,7 @@ def show(console: Console, results: dict[str, Any]) -> None:
         )  # fmt: skip
     console.print(table)
     columns = list(results["costs"])
-    table = Table("one training step", box=box.SIMPLE_HEAD)
+    table = Table(f"{results['clock']} of a training step", box=box.SIMPLE_HEAD)
     for name in columns:
         table.add_column(results["formulas"][name], justify="right")
     for way in results["costs"][columns[0]]:
@@ -342,6 +362,16 @@ def show(console: Console, results: dict[str, Any]) -> None:
 
 def sentences(results: dict[str, Any]) -> Iterator[str]:
     """What was measured, in words; said as it is where the library is not ahead."""
+    at = results["settings"]["sizes"].index(ATTACK)
+    plain, *others = (
+        (_words(results, name), f"{row['PGD'][at]:.1%}", f"{row['accuracy']:.1%}")
+        for name, row in results["quality"].items()
+    )
+    more = "; ".join(f"{attacked} with {words} ({clean})" for words, attacked, clean in others)
+    yield (
+        f"Right under a PGD attack of ε = {ATTACK} (and without): {plain[1]} plain ({plain[2]}); "
+        f"{more}."
+    )
     for name, cost in results["costs"].items():
         stock, patch, ours = (
             cost[way]["seconds"] for way in (shared.STOCK, shared.PATCH, shared.OURS)
@@ -381,6 +411,13 @@ th, td { text-align: right; padding: .3rem .8rem; border-bottom: 1px solid var(-
 th:first-child, td:first-child { text-align: left; padding-left: 0; }
 th { color: var(--soft); font-weight: 600; font-size: .88rem; }
 tr.ours td { font-weight: 600; }
+.short { padding-left: 1.2rem; } .short li { margin: .25rem 0; }
+.costs { width: 100%; margin-bottom: 1.4rem; } .costs td:last-child, .costs th:last-child {
+  width: 45%; text-align: left; padding-right: 0; }
+.bar { height: .8em; border-radius: 2px; background: var(--soft); min-width: 2px; }
+.ours .bar { background: var(--good); }
+.new { color: var(--good); } .old { color: var(--soft); }
+@media (max-width: 40rem) { th, td { padding: .3rem .4rem; font-size: .9rem; } }
 .charts { display: flex; flex-wrap: wrap; gap: 1.5rem; } .charts svg { flex: 1 1 20rem; }
 svg { max-width: 34rem; height: auto; }
 svg text { fill: var(--soft); font: 12px system-ui, sans-serif; }
@@ -407,6 +444,7 @@ def page(results: dict[str, Any]) -> str:
         f"({escape(settings['data'])}), {settings['epochs']} epochs of batches of "
         f"{settings['batch']}, seed {settings['seed']}. {escape(versions['device'])}; {told}. "
         f"All of it measured in this run, {results['seconds']:.0f} s.</p>",
+        f"<ul class=short>{''.join(f'<li>{escape(s)}</li>' for s in sentences(results))}</ul>",
         *(_section(title, text) for title, text in _sections(results)),
     ]
     return (
@@ -440,60 +478,96 @@ def _sections(results: dict[str, Any]) -> Iterable[tuple[str, str]]:
     )
     yield (
         "The gradient that is penalised",
-        "<p class=soft>∇ₓℓ of test images, each on its own scale (red: more ink there raises the "
-        "loss; blue: lowers it), and its norm.</p>" + _pictures(results),
+        "<p class=soft>∇ₓℓ at test images, from the one where the plain network's is smallest to "
+        "the one where it is largest; each on its own scale (red: more ink there raises the loss; "
+        "blue: lowers it), with its norm below. A confident network's loss is flat at most images "
+        "and steep at a few, through which an attack gets in; a penalty evens that out.</p>"
+        + _pictures(results),
     )
+    yield "The change in the training loop", _change(results)
     yield "What it costs", _costs(results)
     yield "Is it right?", _parity(results)
     yield "The plan", _plans(results)
 
 
+def _words(results: dict[str, Any], name: str) -> str:
+    return f"{results['settings']['weights'].get(name, 0):g} · {results['formulas'].get(name)}"
+
+
 def _label(results: dict[str, Any], name: str) -> str:
-    if name == "plain":
-        return "plain"
-    return f"+ {results['settings']['weights'][name]:g} · {escape(results['formulas'][name])}"
+    return "plain" if name == "plain" else f"+ {escape(_words(results, name))}"
 
 
-def _table(head: Sequence[str], rows: Iterable[tuple[Sequence[str], bool]]) -> str:
+def _table(head: Sequence[str], rows: Iterable[tuple[Sequence[str], bool]], kind: str = "") -> str:
     lines = ["".join(f"<th>{cell}</th>" for cell in head)]
     marked = [f"<tr>{lines[0]}</tr>"]
     for cells, ours in rows:
         row = "".join(f"<td>{cell}</td>" for cell in cells)
         marked.append(f"<tr{' class=ours' if ours else ''}>{row}</tr>")
-    return f"<div class=wide><table>{''.join(marked)}</table></div>"
+    return f"<div class=wide><table class='{kind}'>{''.join(marked)}</table></div>"
 
 
 def _quality(results: dict[str, Any]) -> str:
-    sizes = results["settings"]["sizes"]
-    at = [i for i, size in enumerate(sizes) if size in (0.05, 0.1)]
-    head = ["loss", "accuracy", "mean ‖∇ₓℓ‖", "mean ‖J‖<sub>F</sub>"]
-    head += [f"{attack}, ε = {sizes[i]:g}" for attack in ("FGSM", "PGD") for i in at]
+    at = results["settings"]["sizes"].index(ATTACK)
+    head = ["loss", "accuracy", f"FGSM, ε = {ATTACK}", f"PGD, ε = {ATTACK}"]
+    head += ["mean ‖∇ₓℓ‖", "largest", "mean ‖J‖<sub>F</sub>"]
     rows = []
     for name, row in results["quality"].items():
         cells = [_label(results, name), f"{row['accuracy']:.1%}"]
-        cells += [f"{row['mean ‖∇ₓℓ‖']:.3f}", f"{row['mean ‖J‖_F']:.2f}"]
-        cells += [f"{row[attack][i]:.1%}" for attack in ("FGSM", "PGD") for i in at]
-        rows.append((cells, False))
-    return _table(head, rows)
+        cells += [f"{row[attack][at]:.1%}" for attack in ("FGSM", "PGD")]
+        cells += [f"{row[f'{which} ‖∇ₓℓ‖']:.2f}" for which in ("mean", "max")]
+        rows.append(([*cells, f"{row['mean ‖J‖_F']:.2f}"], False))
+    return (
+        "<p class=soft>On test images: the share that is classified correctly, as it is and "
+        "attacked; how steep the loss is in the image; how far the ten outputs follow a change of "
+        "the image, J = ∂out/∂x.</p>" + _table(head, rows)
+    )
+
+
+def _change(results: dict[str, Any]) -> str:
+    """The lines that were added to the plain loop, for the first penalty."""
+    name = next(iter(results["costs"]))
+    penalty, weight = PENALTIES[name], results["settings"]["weights"][name]
+    lines = (
+        ("+", f"model = db.Penalised(net, {penalty.call})"),
+        (" ", "for x, y in batches:"),
+        ("-", "    out = net(x)"),
+        ("-", "    loss = F.cross_entropy(out, y)"),
+        ("+", f"    out, penalty = model({penalty.given})"),
+        ("+", f"    loss = F.cross_entropy(out, y) + {weight:g} * penalty"),
+        (" ", "    loss.backward()"),
+    )
+    marked = (
+        f"<span class={'new' if sign == '+' else 'old' if sign == '-' else 'same'}>"
+        f"{escape(f'{sign} {line}')}</span>"
+        for sign, line in lines
+    )
+    return f"<pre>{chr(10).join(marked)}</pre>"
 
 
 def _costs(results: dict[str, Any]) -> str:
-    names = list(results["costs"])
-    first = results["costs"][names[0]]
-    head = ["one training step"]
-    head += [cell for n in names for cell in (escape(results["formulas"][n]), "over plain")]
-    rows = []
-    for way in first:
-        cells = [escape(way)]
-        for name in names:
-            cost = results["costs"][name][way]
-            cells += [f"{1e3 * cost['seconds']:.1f} ms", f"{cost['over plain']:.2f}×"]
-        rows.append((cells, way not in ("plain", "stock autograd")))
-    rounds = ", ".join(f"{results['costs'][n][next(iter(first))]['rounds']}" for n in names)
+    parts = []
+    for name, cost in results["costs"].items():
+        most = max(way["seconds"] for way in cost.values())
+        rows = []
+        for way, found in cost.items():
+            bar = f"<div class=bar style='width:{100 * found['seconds'] / most:.1f}%'></div>"
+            milliseconds = f"{1e3 * found['seconds']:.1f} ms"
+            cells = [escape(way), milliseconds, f"{found['over plain']:.2f}×", bar]
+            rows.append((cells, way not in (shared.PLAIN, shared.STOCK)))
+        head = [
+            f"a step with {escape(results['formulas'][name])}",
+            results["clock"],
+            "over plain",
+            "",
+        ]
+        parts.append(_table(head, rows, "costs"))
+    rounds = " and ".join(str(cost[shared.PLAIN]["rounds"]) for cost in results["costs"].values())
     return (
-        "<p class=soft>Medians over interleaved rounds (" + rounds + "): every way takes a turn in "
+        "<p class=soft>Medians over " + rounds + " interleaved rounds: every way takes a turn in "
         "each, so that a busy machine slows all alike. Ratios are to the plain step of the same "
-        "round. All but the first row compute the same gradient.</p>" + _table(head, rows)
+        "round. All but the first row compute the same gradient; those in bold are doubleback."
+        "</p>" + "".join(parts)
     )
 
 

@@ -516,13 +516,22 @@ def around(name: str) -> AbstractContextManager:
 # ----------------------------------------------------------------------------------------- clock
 
 
+def clock(device: torch.device) -> tuple[Callable[[], float], str]:
+    """What steps are timed with, and its name. One thread's work is its processor time, on which
+    other programs have little influence; with more of them, or a GPU, only the time that passes
+    says how long a step takes."""
+    if device.type == "cpu" and torch.get_num_threads() == 1:
+        return time.process_time, "processor time"
+    return time.perf_counter, "time"
+
+
 def interleaved(
     ways: Mapping[str, Step], net: nn.Module, x: Tensor, y: Tensor, seconds: float
 ) -> Iterator[dict[str, list[float]]]:
     """Times of each step so far, after every round: all take a turn per round, so that a busy
     machine slows them alike. Three rounds warm up, then as many follow as fit into `seconds`, five
     at least."""
-    wait = torch.cuda.synchronize if x.is_cuda else lambda: None
+    wait, (now, _) = torch.cuda.synchronize if x.is_cuda else lambda: None, clock(x.device)
     times: dict[str, list[float]] = {name: [] for name in ways}
     turn, begin = 0, time.perf_counter()
     while turn < 8 or time.perf_counter() - begin < seconds:
@@ -532,10 +541,10 @@ def interleaved(
             net.zero_grad()
             with around(name):
                 wait()
-                start = time.perf_counter()
+                start = now()
                 step(x, y)
                 wait()
-                passed = time.perf_counter() - start
+                passed = now() - start
             if turn >= 3:
                 times[name].append(passed)
         turn += 1

@@ -350,10 +350,15 @@ def moments_kernel(
 @jit
 def statistics_kernel(
     moments_ptr, old_mean_ptr, old_var_ptr, mean_ptr, rstd_ptr, new_mean_ptr, new_var_ptr,
-    plane, channels, parts, momentum, eps,
+    plane, channels, parts, momentum, momentum_rest, eps, eps_rest,
     CHANNELS: tl.constexpr, PARTS: tl.constexpr, ACC: tl.constexpr, RUNNING: tl.constexpr,
 ):  # fmt: skip
-    """μ and r from the moments of all parts; running statistics moved towards them."""
+    """μ and r from the moments of all parts; running statistics moved towards them.
+
+    Triton takes numbers in float32: what that leaves of momentum and ε comes beside them.
+    """
+    momentum = tl.cast(momentum, ACC) + tl.cast(momentum_rest, ACC)
+    eps = tl.cast(eps, ACC) + tl.cast(eps_rest, ACC)
     channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
     known = channel < channels
     base = moments_ptr + channel.to(tl.int64)[:, None] * parts
@@ -526,6 +531,12 @@ class _Forward(NamedTuple):
     accumulator: torch.dtype
 
 
+def _two_parts(number: float) -> tuple[float, float]:
+    """A number in float32, and the rest."""
+    head = torch.tensor(number, dtype=torch.float32).item()
+    return head, number - head
+
+
 def _planned_forward(
     x: Tensor, w: Tensor | None, b: Tensor | None, running: bool, momentum: float, eps: float
 ) -> _Forward:
@@ -546,7 +557,7 @@ def _planned_forward(
         ),
         Launch(
             statistics_kernel, (triton.cdiv(channels, 4),),
-            (channels * parts, channels, parts, momentum, eps), **few,
+            (channels * parts, channels, parts, *_two_parts(momentum), *_two_parts(eps)), **few,
         ),
         Launch(
             normalise_kernel, (blocks * chunks,), (entries, channels), WEIGHT=w is not None,

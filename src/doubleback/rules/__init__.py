@@ -8,7 +8,15 @@ from . import bilinear, normalisation, pointwise, shape
 from .bilinear import convolution_of
 from .normalisation import softmax_curvature, softmax_derivative
 from .shape import drawn_in_place, stop_gradient
-from .structures import LOOP, coordinatewise, generic, linear, seeded_backward, seeded_both
+from .structures import (
+    LOOP,
+    coordinatewise,
+    generic,
+    linear,
+    seeded_backward,
+    seeded_both,
+    vmap_nested,
+)
 from .structures import bilinear as bilinear_rule
 from .table import (
     Call,
@@ -65,5 +73,6 @@ __all__ = [
     "stop_gradient",
     "sum_to",
     "unregister",
+    "vmap_nested",
     "zeros",
 ]

@@ -159,7 +159,7 @@ class Bridge(torch.autograd.Function):
         ctx.batch = values.shape[0] if isinstance(values, Tensor) else 0
         ctx.inputs = tensors
         read = job.read(tensors, outputs)
-        read += getattr(state, "origins", ())  # what is had again, is had from these
+        read += getattr(state, "outside", ())  # what is had again, is had from these
         # tensors made under inference_mode count no changes
         ctx.versions = [(t, t._version) for t in read if not t.is_inference()]
         # an alias each: a saved value that became an output would keep this node alive for ever

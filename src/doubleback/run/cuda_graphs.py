@@ -160,9 +160,9 @@ class GraphedState:
     read: bool = False
 
     @property
-    def origins(self) -> Sequence[Tensor]:
+    def outside(self) -> Sequence[Tensor]:
         """Tensors from outside that a graphed `last` reads besides."""
-        return getattr(self.state, "origins", ())
+        return getattr(self.state, "outside", ())
 
 
 class _Pair:

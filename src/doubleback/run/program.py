@@ -416,7 +416,7 @@ class FlatState:
     they are had again from.
 
     graphs: where both graphs are kept; numbers: the open sizes; leaves: how many inputs of `first`
-    were values of the network's graph; origins: inputs of `first` among the tensors.
+    were values of the network's graph; outside: inputs of `first` among the tensors.
     """
 
     tensors: list[Tensor]
@@ -425,7 +425,7 @@ class FlatState:
     graphs: Any
     numbers: tuple
     leaves: int
-    origins: Sequence[Tensor] = ()
+    outside: Sequence[Tensor] = ()
 
     def rebuild(self, tensors: Sequence[Tensor], numbers: Sequence[Any]) -> sweeps.State:
         """The nested state, as the trace of `first` left it; numbers: the open sizes."""
@@ -538,14 +538,14 @@ class FlatProgram(Program):
         outputs, values, mutated = _split(plan, flat.spec, tensors)
         state = None
         if keep:
-            sources: list[Tensor] = []
+            outside: list[Tensor] = []
             if recipe is not None:
                 count = len(given.numbers)
                 same = [x.number for x in flat.leaves[flat.public :] if isinstance(x, Input)]
-                sources = [here[i] for i in same]
-                sources += [here[i - count] for i in recipe.inputs if i >= count]
-                tensors = [*sources, *results[len(results) - len(recipe.held) :]]
-            state = FlatState(tensors, flat, key, graphs, given.numbers, len(leaves), sources)
+                outside = [here[i] for i in same]
+                outside += [here[i - count] for i in recipe.inputs if i >= count]
+                tensors = [*outside, *results[len(results) - len(recipe.held) :]]
+            state = FlatState(tensors, flat, key, graphs, given.numbers, len(leaves), outside)
         return First(outputs, values, mutated, state)
 
     def last(self, arrived: Arrived) -> Gradients:
