@@ -121,7 +121,8 @@ class Found:
     jacobian: float  # mean ‖J‖_F on test images
     radius: float  # median ℓ₂ distance to another class, were the network linear
     certified: float  # median ℓ₂ radius within which no other class can win, by layers' norms
-    local: float  # the same by the slope at the image and a bound on the curvature
+    # the same by the slope at the image and a bound on the curvature; older files have none
+    local: float | None = None
 
 
 def measure(net: nn.Module, data: common.Images, count: int, steps: int) -> Found:
@@ -534,6 +535,10 @@ def draw(found: dict[str, list[Found]], side: int):
     return figure
 
 
+def _known(values: list[float | None]) -> str:
+    return common.spread([v for v in values if v is not None], "{:.3f}") if any(values) else ""
+
+
 def report(kept: Kept) -> common.Report:
     """The table, the figure and the claims, from the numbers alone."""
     found, settings, weights = kept.found(), kept.held["settings"], kept.held["weights"]
@@ -553,7 +558,7 @@ def report(kept: Kept) -> common.Report:
             percent(runs, "pgd_l2", 1),
             common.spread([r.jacobian for r in runs], "{:.2f}"),
             common.spread([r.radius for r in runs], "{:.2f}"),
-            common.spread([r.local for r in runs], "{:.3f}"),
+            _known([r.local for r in runs]),
             common.spread([r.certified for r in runs], "{:.3f}"),
         )
         for name, runs in found.items()
@@ -630,6 +635,8 @@ def report(kept: Kept) -> common.Report:
         f"seeds: {len(kept.seeds)}; epochs: {settings['epochs']}; test images under attack: "
         f"{settings['attacked']} of {settings['tested']}; on {settings['device']}"
     )
+    if "note" in kept.held:  # what whoever put files together has to say of them
+        made.notes.append(kept.held["note"])
     return made
 
 
