@@ -67,6 +67,7 @@ def arguments() -> argparse.Namespace:
     add("--seconds", type=float, default=1.5, help="at most, for these steps")
     add("--compile-seconds", type=float, default=600.0, help="for all compilations together")
     add("--row-seconds", type=float, default=90.0, help="for measuring one row")
+    add("--one-layout", action="store_true", help="images compiled channels-last only")
     add("--gates", type=Path, help="folder of locks, shared with benchmarks that run meanwhile")
     add("--out", type=Path, help="JSON file, rewritten after each row")
     add("--row", nargs=2, metavar=("NET", "DTYPE"), help=argparse.SUPPRESS)
@@ -89,6 +90,8 @@ def selected(chosen: argparse.Namespace, net: str) -> list[str]:
         wanted = [m for m in wanted if m not in {names[n] for n in chosen.without}]
     if not nets.TABLE[net].layouts:
         wanted = [m for m in wanted if methods.CHANNELS_LAST not in m]
+    elif chosen.one_layout:
+        wanted = [m for m in wanted if not m.startswith("plain compiled") or methods.parse(m)[1]]
     return sorted(wanted, key=lambda m: (not methods.parse(m)[0].compiled, methods.captures(m)))
 
 

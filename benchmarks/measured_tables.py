@@ -150,10 +150,14 @@ def shapes(path: Path) -> str:
             ]
         )
     settings = document["settings"]
+    turn = settings.get("turn")
+    together = f"a process for each method, which take {turn} batches each in turn"
+    if turn is None:
+        together = "all methods of a network interleaved in one process"
     text = (
         f"**{document['hardware']}** (torch {version}; {document['date'][:10]}), "
         f"{settings['dtype']} without TF32, {settings['molecules']} molecules of 9 to 27 atoms, no "
-        "two batches alike in size; all methods of a network interleaved in one process. "
+        f"two batches alike in size; {together}. "
         "Milliseconds of a step with quartiles; peak memory beyond what was there, over a pass "
         "through all batches; seconds of the first batch and of all of the warm-up; the slowest "
         "later step; the gradient's error against float64.\n\n"

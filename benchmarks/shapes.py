@@ -3,15 +3,19 @@
     PYTHONPATH=src python benchmarks/shapes.py --device cuda --out shapes-h200.json
     PYTHONPATH=src python benchmarks/shapes.py --molecules 4 --width 32 --nets schnet    # two cores
 
-Potentials of benchmarks/potentials.py are trained on energies and forces. One process measures one
-network: each method takes the first batches alone (captures, compilations), side by side with the
-other networks' processes; then, with the machine to themselves, all methods take the others in
-turn, batch by batch. Written down for each: every call of the warm-up, medians and
-quartiles of the later ones, the slowest, what a size costs that has not been met before, peak
-memory, its growth over the run, and the gradient's error against stock autograd in float64.
+Potentials of benchmarks/potentials.py are trained on energies and forces. Each method has a process
+of its own, which takes the first batches by itself (captures, compilations), side by side with
+others. Then, with the machine to themselves, all methods of a network take the other batches in
+turn, a few at a time. Written down for each: every call of the warm-up, medians and quartiles of
+the later ones, the slowest, peak memory, its growth over so many steps, and the gradient's error
+against stock autograd in float64.
 
-Methods that are not reached within `--compile-seconds` are recorded as such. The file is written
-anew after each network, and a process that fails loses no more than its own.
+"JAX, padded" is benchmarks/jax_potentials.py, where JAX is installed (`--jax PYTHON` names another
+interpreter that has it): atoms and pairs of all batches are padded to the largest of them, so that
+one compilation serves all. Padding is done beforehand, and not timed.
+
+A method that has not finished its warm-up after `--compile-seconds` is recorded as such. The file
+is written anew after each network, and a process that fails loses no more than its own row.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ import copy
 import datetime
 import json
 import os
+import select
 import statistics
 import subprocess
 import sys
@@ -104,11 +109,12 @@ def with_gradient(net: nn.Module, compile: bool = False) -> Step:
     return step
 
 
-def whole_step(net: nn.Module) -> Step:
+def whole_step(net: nn.Module, dynamic: bool | None = None) -> Step:
     loss = whole_loss(net)
     compiled = db.compile(
-        lambda given: loss(given["pos"].detach().requires_grad_(), given), strict=True
-    )
+        lambda given: loss(given["pos"].detach().requires_grad_(), given),
+        strict=True, dynamic=dynamic,
+    )  # fmt: skip
 
     def step(given: Batch) -> Tensor:
         value = compiled(given)
@@ -226,7 +232,7 @@ METHODS: dict[str, Callable[[nn.Module], Step]] = {
     "energy only": energy_only,
     "stock": stock,
     "WithGradient": with_gradient,
-    "db.compile": whole_step,
+    "db.compile": lambda net: whole_step(net, dynamic=True),
     "WithGradient, compiled": lambda net: with_gradient(net, compile=True),
     "backend": lambda net: compiled_net(net, backend="doubleback", dynamic=True),
     "make_fx and torch.compile (NequIP)": nequip,
@@ -235,27 +241,31 @@ METHODS: dict[str, Callable[[nn.Module], Step]] = {
     "torch.compile of the net": lambda net: compiled_net(net, dynamic=True),
     "torch.compile of the loss": stock_whole_compiled,
     "db.patch": stock,
+    "db.compile, sizes static at first": whole_step,
     "backend, sizes static at first": lambda net: compiled_net(net, backend="doubleback"),
 }
+JAX = "JAX, padded"
+# The longest to compile first, so that none is waited for in the end.
+LONGEST = ("db.compile, sizes static at first", "db.compile", "make_fx of the step, Inductor",
+           "WithGradient, compiled", "backend, sizes static at first", "backend")  # fmt: skip
 
 
-# What a method's steps are timed inside of: a training run enters it once.
+# What a method's steps run inside of, once.
 AROUND: dict[str, Callable[[], contextlib.AbstractContextManager]] = {"db.patch": db.patched}
 
 
-# ---------------------------------------------------------------------------- measurement
+# ------------------------------------------------------------------------ one method's process
 
 
-def timed(name: str, step: Step, given: Batch, net: nn.Module, cuda: bool) -> float:
+def timed(step: Step, given: Batch, net: nn.Module, cuda: bool) -> float:
     net.zero_grad(set_to_none=True)
-    with AROUND.get(name, contextlib.nullcontext)():
-        if cuda:
-            torch.cuda.synchronize()
-        start = time.perf_counter()
-        step(given)
-        if cuda:
-            torch.cuda.synchronize()
-        return 1e3 * (time.perf_counter() - start)
+    if cuda:
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    step(given)
+    if cuda:
+        torch.cuda.synchronize()
+    return 1e3 * (time.perf_counter() - start)
 
 
 def gradients(net: nn.Module) -> list[Tensor]:
@@ -278,129 +288,235 @@ def error(found: list[Tensor], expected: list[Tensor]) -> float:
     return (off / sum(float(b.square().sum()) for b in expected)) ** 0.5
 
 
-class Network:
-    """The rows of one network, one for each method, written to a file as they come."""
+def network(chosen: argparse.Namespace, row: str) -> tuple[nn.Module, list[Batch]]:
+    dtype = getattr(torch, chosen.dtype)
+    torch.manual_seed(0)
+    options = {"width": chosen.width} if chosen.width else {}
+    net = POTENTIALS[row](**options).to(chosen.device, dtype)
+    total = chosen.warm + chosen.batches
+    return net, [make_batch(chosen.molecules, s, chosen.device, dtype) for s in range(total)]
 
-    def __init__(self, chosen: argparse.Namespace) -> None:
-        self.chosen, self.cuda = chosen, chosen.device == "cuda"
-        dtype = getattr(torch, chosen.dtype)
-        torch.manual_seed(0)
-        options = {"width": chosen.width} if chosen.width else {}
-        self.net = POTENTIALS[chosen.row](**options).to(chosen.device, dtype)
-        total = chosen.warm + chosen.batches
-        self.batches = [make_batch(chosen.molecules, s, chosen.device, dtype) for s in range(total)]
-        self.rows: list[dict[str, Any]] = []
-        self.steps: dict[str, tuple[nn.Module, Step]] = {}
-        self.deadline = (chosen.folder / "begun").stat().st_mtime + chosen.compile_seconds
 
-    def save(self, complete: bool = False) -> None:
-        write(self.chosen.folder / f"{self.chosen.row}.json",
-              {"rows": self.rows, "complete": complete})  # fmt: skip
-
-    def warm_up(self, name: str) -> None:
-        """The first batches, and the gradient's error at the last of them."""
-        row: dict[str, Any] = {"net": self.chosen.row, "method": name}
-        self.rows.append(row)
-        if time.time() > self.deadline:
-            row["failed"] = "not run: no time left"
-            return
-        own, first = copy.deepcopy(self.net), self.batches[: self.chosen.warm]
-        try:
-            step = METHODS[name](own)
-            times = []
-            row["warm_up_ms"] = times
+def work(chosen: argparse.Namespace) -> None:
+    """Warm up, then answer questions, one line of JSON each: {"batches": [numbers]} with the
+    milliseconds of each, {"memory": …} with peak and growth."""
+    tell = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # what libraries print is no answer
+    cuda = chosen.device == "cuda"
+    allow_tf32(False)
+    warnings.simplefilter("ignore", FutureWarning)
+    name = chosen.methods[0]
+    original, batches = network(chosen, chosen.row)
+    net, first = copy.deepcopy(original), batches[: chosen.warm]
+    times: list[float] = []
+    crowd = crowded(chosen.folder / "tuning") if cuda else contextlib.nullcontext()
+    with AROUND.get(name, contextlib.nullcontext)():
+        with crowd:
+            step = METHODS[name](net)
             for given in first:
-                times.append(round(timed(name, step, given, own, self.cuda), 2))
-            row["gradient_error"] = error(
-                gradients(own), truth(self.net, first[-1], not name.startswith("energy"))
-            )
-        except Exception as problem:
-            row["failed"] = f"{type(problem).__name__}: {problem}"[:300]
-            print(f"{self.chosen.row}, {name}: {row['failed']}", file=sys.stderr)
-            return
-        self.steps[name] = (own, step)
-        spent = sum(times) / 1e3
-        print(f"{self.chosen.row}, {name}: {spent:.1f} s, error {row['gradient_error']:.1e}")
+                times.append(round(timed(step, given, net, cuda), 2))
+        off = error(gradients(net), truth(original, first[-1], not name.startswith("energy")))
+        del original
+        net.zero_grad(set_to_none=True)
+        tidy(cuda)
+        print(json.dumps({"warm_up_ms": times, "gradient_error": off}), file=tell)
+        for line in sys.stdin:
+            asked = json.loads(line)
+            if "memory" in asked:
+                answer: Any = memory(step, batches[chosen.warm :], net, asked["memory"])
+            else:
+                answer = [timed(step, batches[i], net, cuda) for i in asked["batches"]]
+            print(json.dumps(answer), file=tell)
 
-    def run(self) -> None:
-        folder = self.chosen.folder
-        gates = self.chosen.gates or folder
-        with crowded(gates / "tuning") if self.cuda else contextlib.nullcontext():
-            for name in self.chosen.methods:
-                self.warm_up(name)
-                tidy(self.cuda)
-                self.save()
-        (folder / f"ready-{os.getpid()}").touch()
-        waiting = int((folder / "begun").read_text())
-        while len([*folder.glob("ready-*")]) < waiting and time.time() < self.deadline:
-            time.sleep(0.2)
-        with alone(gates / "turn"):
-            self.measure()
 
-    def measure(self) -> None:
-        end = time.monotonic() + self.chosen.row_seconds
-        times: dict[str, list[float]] = {name: [] for name in self.steps}
-        later = self.batches[self.chosen.warm :]
-        for i, given in enumerate(later):
-            if i >= 4 and time.monotonic() > end:
-                break
-            for name, (own, step) in self.steps.items():
-                times[name].append(timed(name, step, given, own, self.cuda))
-        base = times.get("stock")
-        for row in self.rows:
-            samples = times.get(row["method"])
-            if not samples:
-                continue
-            low, middle, high = statistics.quantiles(samples, n=4)
-            row.update(
-                median_ms=round(middle, 3), quartiles_ms=[round(low, 3), round(high, 3)],
-                slowest_ms=round(max(samples), 2), batches=len(samples),
-                first_batch_s=round(row["warm_up_ms"][0] / 1e3, 3),
-                warm_up_s=round(sum(row["warm_up_ms"]) / 1e3, 3),
-            )  # fmt: skip
-            if base:
-                row["over_stock"] = round(middle / statistics.median(base), 3)
-        self.save()
-        for row in self.rows:
-            if row["method"] in self.steps and self.cuda:
-                row.update(self.memory(row["method"], *self.steps[row["method"]]))
-        self.save(complete=True)
-
-    def memory(self, name: str, own: nn.Module, step: Step) -> dict[str, float]:
-        """Peak of one pass over the batches, and by how much what stays allocated grew."""
-        later = self.batches[self.chosen.warm :]
-        timed(name, step, later[0], own, True)
-        own.zero_grad(set_to_none=True)
-        tidy(True)
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        for given in later:
-            timed(name, step, given, own, True)
-        own.zero_grad(set_to_none=True)
-        torch.cuda.synchronize()
-        peak = torch.cuda.max_memory_allocated() - before
-        grown = torch.cuda.memory_allocated() - before
-        return {"peak_mib": round(peak / 2**20, 1), "grown_mib": round(grown / 2**20, 3)}
+def memory(step: Step, batches: list[Batch], net: nn.Module, asked: dict) -> dict[str, float]:
+    """Peak of one pass over the batches, and by how much what stays allocated grew over so many
+    steps, or as many as there was time for."""
+    timed(step, batches[0], net, True)
+    net.zero_grad(set_to_none=True)
+    tidy(True)
+    torch.cuda.reset_peak_memory_stats()
+    before, start, count = torch.cuda.memory_allocated(), time.monotonic(), 0
+    while count < len(batches) or (
+        count < asked["steps"] and time.monotonic() - start < asked["seconds"]
+    ):
+        timed(step, batches[count % len(batches)], net, True)
+        count += 1
+    net.zero_grad(set_to_none=True)
+    tidy(True)
+    peak = torch.cuda.max_memory_allocated() - before
+    grown = torch.cuda.memory_allocated() - before
+    return {"peak_mib": round(peak / 2**20, 1), "grown_mib": round(grown / 2**20, 3),
+            "memory_steps": count}  # fmt: skip
 
 
 # ------------------------------------------------------------------------------ the whole run
 
 
+class Worker:
+    """One method's process, as the run sees it."""
+
+    def __init__(self, chosen: argparse.Namespace, net: str, method: str, folder: Path) -> None:
+        self.row: dict[str, Any] = {"net": net, "method": method}
+        self.error = folder / f"{net}-{method}.txt".replace(" ", "-")
+        if method == JAX:
+            command = [chosen.jax, str(HERE / "jax_potentials.py"), str(folder / net)]
+        else:
+            words = [*sys.argv[1:], "--row", net, "--folder", str(folder), "--methods", method]
+            command = [sys.executable, str(HERE / "shapes.py"), *words]
+        # one of many that compile side by side
+        environment = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+        with self.error.open("w") as output:
+            self.process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=output, text=True,
+                bufsize=1, env=environment,
+            )  # fmt: skip
+        self.ready = False
+
+    def answer(self, seconds: float) -> Any:
+        """Its next line; None after so many seconds. A process that ended leaves why in its row."""
+        assert self.process.stdout is not None
+        if not select.select([self.process.stdout], [], [], max(0.0, seconds))[0]:
+            return None
+        line = self.process.stdout.readline()
+        if line:
+            return json.loads(line)
+        self.process.wait()
+        told = [x for x in self.error.read_text().splitlines() if x and not x[0].isspace()]
+        problem = next((x for x in reversed(told) if "Error" in x or "Exception" in x), "")
+        self.row.setdefault("failed", problem[:300] or f"exit {self.process.returncode}")
+        print(f"{self.row['net']}, {self.row['method']}: {self.row['failed']}", file=sys.stderr)
+        return None
+
+    def ask(self, question: dict[str, Any], seconds: float) -> Any:
+        self.send(question)
+        found = self.answer(seconds)
+        if found is None:
+            self.stop("not finished: a step took too long")
+        return found
+
+    def send(self, question: dict[str, Any]) -> None:
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            print(json.dumps(question), file=self.process.stdin)
+
+    def stop(self, why: str | None = None) -> None:
+        self.ready = False
+        if why is not None:
+            self.row.setdefault("failed", why)
+        self.process.kill()
+        self.process.wait()
+
+
+def warm_up(chosen: argparse.Namespace, workers: list[tuple[str, str]], folder: Path) -> list:
+    """All processes, those of them ready that finished their first batches in time."""
+    end = time.monotonic() + chosen.compile_seconds
+    order = {name: i for i, name in enumerate(LONGEST)}
+    nets = list(POTENTIALS)  # from the shortest to the longest
+    waiting = sorted(workers, key=lambda w: (order.get(w[1], 99), -nets.index(w[0])))
+    running: list[Worker] = []
+    started: list[Worker] = []
+    while waiting or running:
+        while waiting and len(running) < chosen.at_once and time.monotonic() < end:
+            running.append(Worker(chosen, *waiting.pop(0), folder))
+            started.append(running[-1])
+        if time.monotonic() > end:
+            for worker in running:
+                worker.stop(f"not finished after {chosen.compile_seconds:.0f} s")
+            break
+        streams = [w.process.stdout for w in running]
+        there, _, _ = select.select(streams, [], [], 1.0)
+        for worker in [w for w in running if w.process.stdout in there]:
+            running.remove(worker)
+            found = worker.answer(0.0)
+            if found is not None:
+                worker.ready = True
+                worker.row.update(found)
+                spent, off = sum(found["warm_up_ms"]) / 1e3, found["gradient_error"]
+                print(
+                    f"{worker.row['net']}, {worker.row['method']}: {spent:.1f} s, error {off:.1e}"
+                )
+    rows = {(w.row["net"], w.row["method"]): w for w in started}
+    return [rows.get(w) or {"net": w[0], "method": w[1], "failed": "not run: no time left"}
+            for w in workers]  # fmt: skip
+
+
+def measure(chosen: argparse.Namespace, workers: list[Worker]) -> None:
+    """The later batches, a few at a time, by all methods of a network in turn."""
+    end = time.monotonic() + chosen.row_seconds
+    times: dict[str, list[float]] = {w.row["method"]: [] for w in workers}
+    later = range(chosen.warm, chosen.warm + chosen.batches)
+    for i in range(0, len(later), chosen.turn):
+        if i and time.monotonic() > end:
+            break
+        for worker in workers:
+            if worker.ready:
+                found = worker.ask({"batches": list(later[i : i + chosen.turn])}, 60.0)
+                times[worker.row["method"]] += found or []
+    base = times.get("stock")
+    for worker in workers:
+        samples, row = times[worker.row["method"]], worker.row
+        if len(samples) < 2 or "failed" in row:
+            continue
+        low, middle, high = statistics.quantiles(samples, n=4)
+        row.update(
+            median_ms=round(middle, 3), quartiles_ms=[round(low, 3), round(high, 3)],
+            slowest_ms=round(max(samples), 2), batches=len(samples),
+            first_batch_s=round(row["warm_up_ms"][0] / 1e3, 3),
+            warm_up_s=round(sum(row["warm_up_ms"]) / 1e3, 3),
+        )  # fmt: skip
+        if base:
+            row["over_stock"] = round(middle / statistics.median(base), 3)
+
+
+def weigh(chosen: argparse.Namespace, workers: list[Worker]) -> None:
+    """Memory of all methods, side by side."""
+    asked = {"steps": chosen.memory_steps, "seconds": chosen.memory_seconds}
+    for worker in workers:
+        worker.send({"memory": asked})
+    for worker in workers:
+        worker.row.update(worker.answer(chosen.memory_seconds + 60.0) or {})
+
+
+def write_for_jax(chosen: argparse.Namespace, name: str, folder: Path) -> None:
+    """Parameters, buffers, batches and float64's gradients of one network, as NumPy arrays."""
+    import numpy
+
+    folder.mkdir()
+    net, batches = network(chosen, name)
+    names = [n for n, _ in net.named_parameters()]
+    exact = dict(zip(names, truth(net, batches[chosen.warm - 1], True), strict=True))
+    held = {n: t for n, t in net.state_dict().items()}
+    for file, tensors in (("state", held), ("exact", exact)):
+        numpy.savez(folder / f"{file}.npz", **{n: t.cpu().numpy() for n, t in tensors.items()})
+    for i, batch in enumerate(batches):
+        numpy.savez(folder / f"batch{i}.npz", **{n: t.cpu().numpy() for n, t in batch.items()})
+    job = {"net": name, "warm": chosen.warm, "trained": names}
+    (folder / "job.json").write_text(json.dumps(job))
+    tidy(chosen.device == "cuda")
+
+
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     add = parser.add_argument
+    every = [*METHODS, JAX]
     add("--nets", nargs="+", default=list(POTENTIALS), choices=list(POTENTIALS))
-    add("--methods", nargs="+", default=list(METHODS), choices=list(METHODS), metavar="METHOD")
-    add("--without", nargs="+", default=[], choices=list(METHODS), metavar="METHOD")
+    add("--methods", nargs="+", default=every, choices=every, metavar="METHOD")
+    add("--without", nargs="+", default=[], choices=every, metavar="METHOD")
     add("--device", default="cpu", choices=("cpu", "cuda"))
     add("--dtype", default="float32", choices=("float32", "float64"))
     add("--molecules", type=int, default=64)
     add("--width", type=int, help="default: as published")
     add("--batches", type=int, default=40)
     add("--warm", type=int, default=8, help="batches before the timed ones")
+    add("--turn", type=int, default=4, help="batches that a method takes in a row")
+    add("--at-once", type=int, default=os.cpu_count(), help="processes that warm up side by side")
     add("--compile-seconds", type=float, default=280.0, help="for the warm-ups of all networks")
     add("--row-seconds", type=float, default=60.0, help="for measuring one network")
+    add("--memory-steps", type=int, default=300, help="over which memory may grow")
+    add("--memory-seconds", type=float, default=60.0, help="for these steps, all side by side")
     add("--gates", type=Path, help="folder of locks, shared with benchmarks that run meanwhile")
+    add("--jax", default=sys.executable, help="the Python that has JAX")
     add("--threads", type=int, default=0)
     add("--out", type=Path)
     add("--row", choices=list(POTENTIALS), help=argparse.SUPPRESS)
@@ -422,44 +538,44 @@ def show(rows: list[dict[str, Any]]) -> None:
         print(f"{head} {times}  {row.get('peak_mib', float('nan')):8.1f} MiB")
 
 
+SETTINGS = ("dtype", "molecules", "width", "batches", "warm", "turn", "compile_seconds",
+            "row_seconds", "memory_steps")  # fmt: skip
+
+
 def main() -> int:
     chosen = arguments()
     if chosen.threads:
         torch.set_num_threads(chosen.threads)
     if chosen.row:
-        allow_tf32(False)
-        warnings.simplefilter("ignore", FutureWarning)
-        Network(chosen).run()
+        work(chosen)
         return 0
     document: dict[str, Any] = {
         "command": command_line(), "hardware": hardware(chosen.device), "versions": versions(),
         "doubleback": db.__version__, "date": datetime.date.today().isoformat(), "tf32": False,
-        "settings": {n: getattr(chosen, n) for n in
-                     ("dtype", "molecules", "width", "batches", "warm", "compile_seconds",
-                      "row_seconds")},
-        "rows": [],
+        "settings": {n: getattr(chosen, n) for n in SETTINGS}, "rows": [],
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        (folder / "begun").write_text(str(len(chosen.nets)))
-        started = {}
-        for net in chosen.nets:
-            words = [*sys.argv[1:], "--row", net, "--folder", name]
-            started[net] = subprocess.Popen([sys.executable, str(HERE / "shapes.py"), *words])
+        if JAX in chosen.methods:
+            for net in chosen.nets:
+                write_for_jax(chosen, net, folder / net)
+        wanted = [(net, method) for net in chosen.nets for method in chosen.methods]
+        all_of_them = warm_up(chosen, wanted, folder)
+        workers = [w for w in all_of_them if isinstance(w, Worker)]
         try:
-            for net, process in started.items():
-                process.wait()
-                (folder / f"ready-{process.pid}").touch()  # nobody waits for it
-                path = folder / f"{net}.json"
-                rows = json.loads(path.read_text())["rows"] if path.exists() else []
-                if not rows:
-                    rows = [{"net": net, "method": "all", "failed": f"exit {process.returncode}"}]
-                show(rows)
-                document["rows"] += rows
-                write(chosen.out, document)
+            document["rows"] = [w.row if isinstance(w, Worker) else w for w in all_of_them]
+            write(chosen.out, document)
+            with alone(chosen.gates and chosen.gates / "turn"):
+                for net in chosen.nets:
+                    measure(chosen, [w for w in workers if w.row["net"] == net])
+                    write(chosen.out, document)
+                if chosen.device == "cuda":
+                    weigh(chosen, [w for w in workers if w.ready])
+            write(chosen.out, document)
+            show(document["rows"])
         finally:
-            for process in started.values():
-                process.kill()
+            for worker in workers:
+                worker.stop()
     return 0
 
 

@@ -75,17 +75,14 @@ def _options(settings: dict) -> str:
 
 def _told(name: str, command: str) -> str:
     record = json.loads((GALLERY / f"{name}.json").read_text())
-    columns = record["columns"]
-    lines = [
-        f"![{record['title']}](gallery/{name}.png)",
-        "",
-        f"{record['title']}.",
-        "",
-        "| " + " | ".join(columns) + " |",
-        "| --- |" + " ---: |" * (len(columns) - 1),
-        *("| " + " | ".join(row) + " |" for row in record["rows"]),
-        "",
-    ]
+    lines = [f"![{record['title']}](gallery/{name}.png)", "", f"{record['title']}.", ""]
+    for table in (record, *record.get("further", ())):
+        lines += [
+            "| " + " | ".join(table["columns"]) + " |",
+            "| --- |" + " ---: |" * (len(table["columns"]) - 1),
+            *("| " + " | ".join(row) + " |" for row in table["rows"]),
+            "",
+        ]
     for claim in record["claims"]:
         lines.append(f"- {'Seen' if claim['seen'] else '**Not seen**'}: {claim['text']}.")
     lines += [f"- {note}." for note in record["notes"]]

@@ -41,6 +41,9 @@ LARGEST = 150_000  # bytes of a figure in the gallery
 # ------------------------------------------------------------------------------------- reports
 
 
+Table = tuple[Sequence[str], Sequence[Sequence[str]]]
+
+
 @dataclass
 class Report:
     """What an example found: a table, statements that hold or do not, a figure."""
@@ -49,6 +52,7 @@ class Report:
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
     figure: Figure
+    further: list[Table] = field(default_factory=list)  # (columns, rows) of other tables
     claims: list[tuple[bool, str]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     numbers: dict[str, Any] = field(default_factory=dict)  # what the table was made from
@@ -61,14 +65,17 @@ class Report:
 
     def show(self, console: Console) -> None:
         from rich import box
-        from rich.table import Table
+        from rich import table as tables
 
-        table = Table(box=box.SIMPLE_HEAD, title=self.title, title_justify="left")
-        for i, name in enumerate(self.columns):
-            table.add_column(name, justify="right" if i else "left")
-        for row in self.rows:
-            table.add_row(*row)
-        console.print(table)
+        title = self.title
+        for columns, rows in ((self.columns, self.rows), *self.further):
+            table = tables.Table(box=box.SIMPLE_HEAD, title=title, title_justify="left")
+            for i, name in enumerate(columns):
+                table.add_column(name, justify="right" if i else "left")
+            for row in rows:
+                table.add_row(*row)
+            console.print(table)
+            title = None
         for holds, text in self.claims:
             console.print(f"{'seen' if holds else 'NOT SEEN'}: {text}", style=None)
         for text in self.notes:
@@ -83,6 +90,7 @@ class Report:
             "settings": settings,
             "columns": list(self.columns),
             "rows": [list(row) for row in self.rows],
+            "further": [{"columns": list(c), "rows": [*map(list, r)]} for c, r in self.further],
             "claims": [{"seen": holds, "text": text} for holds, text in self.claims],
             "notes": self.notes,
             "numbers": self.numbers,

@@ -8,6 +8,10 @@ import gc
 import logging
 import os
 
+# Inductor compiles in this process: a pool of its own takes seconds to start, and both cores have
+# a worker of pytest's already.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
 import hypothesis
 import pytest
 import torch

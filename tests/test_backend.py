@@ -5,8 +5,6 @@ import copy
 import functools
 import gc
 import importlib
-import subprocess
-import sys
 import tomllib
 import warnings
 import weakref
@@ -20,6 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 import doubleback as db
+from support.fresh import run_fresh
 from support.gpu import needs_gpu
 
 # Dynamo looks at it itself where a region is given another's output, and says so to itself alone.
@@ -790,10 +789,8 @@ assert registry.lookup_backend("doubleback").__name__ == "backend"
 """
 
 
-@pytest.mark.parametrize("code", [BY_NAME, BY_ENTRY_POINT], ids=["name", "entry point"])
-def test_it_is_known(code):
-    env = {"PYTHONPATH": str(ROOT / "src")}
-    subprocess.run([sys.executable, "-c", code], check=True, env=env)
+def test_it_is_known_by_name_and_by_entry_point():
+    run_fresh(BY_NAME, BY_ENTRY_POINT)
 
 
 def test_the_entry_point_is_there():

@@ -19,7 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 import doubleback as db
-from doubleback.kernels import BOUNDARY, boundary, for_compiler
+from doubleback.kernels import AGAIN, BOUNDARY, boundary, for_compiler, had_again
 from doubleback.run import inductor, straight_line
 
 aten = torch.ops.aten
@@ -416,3 +416,109 @@ def test_nor_in_a_loss():
     (expected,) = torch.autograd.grad(loss(weight), weight)
     db.compile(loss)(weight).backward()
     torch.testing.assert_close(weight.grad, expected, rtol=1e-12, atol=1e-14)
+
+
+# From one graph to the next -------------------------------------------------------------------
+
+
+def two_graphs(fn, count, *tensors, recompute=True):
+    """fn's graph, how its results after the first `count` are had again, and both their results."""
+    with for_compiler():
+        graph = make_fx(fn, tracing_mode="symbolic")(*tensors)
+    recipe = inductor.hand_less(graph, count, recompute)
+    results = graph(*tensors)
+    if recipe is None:
+        return None, results, None
+    sizes = [n for n in graph.graph.nodes if n.op == "placeholder"]
+    assert len(sizes) == len(tensors)
+    inputs = [tensors[i] for i in recipe.inputs]
+    return recipe, results, recipe([*inputs, *results[count:]])
+
+
+def messages(x, w, i):
+    h = x.mm(w)
+    a = torch.tanh(h)
+    sent = a.index_select(0, i)
+    return sent.sum(), a, sent, torch.sin(sent)
+
+
+def test_the_next_graph_has_again_what_takes_no_product():
+    x, w, i = torch.randn(5, 3), torch.randn(3, 4), torch.randint(5, (40,))
+    recipe, results, again = two_graphs(messages, 1, x, w, i)
+    assert [tuple(t.shape) for t in recipe.held] == [(5, 4)]  # h, and nothing for each of 40 edges
+    assert torch.equal(results[0], messages(x, w, i)[0])
+    for found, expected in zip(again, messages(x, w, i)[1:], strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_what_a_product_reads_is_had_again_only_if_asked():
+    """It is written down once more for that."""
+
+    def fn(x, w):
+        h = x.mm(w)
+        a = torch.tanh(h)
+        return a.mm(w).sum(), a, torch.sin(h), torch.cos(h)
+
+    x, w = torch.randn(64, 64), torch.randn(64, 64)
+    for recompute, count in ((True, 1), (False, 2)):
+        recipe, results, again = two_graphs(fn, 1, x, w, recompute=recompute)
+        assert len(recipe.held) == count == len(results) - 1
+        for found, expected in zip(again, fn(x, w)[1:], strict=True):
+            torch.testing.assert_close(found, expected)
+
+
+def test_what_is_handed_on_shares_no_memory_with_what_a_caller_receives():
+    def fn(x, w):
+        h = x.mm(w)
+        return h, torch.tanh(h), torch.sin(h)
+
+    recipe, results, again = two_graphs(fn, 1, torch.randn(3, 3), torch.randn(3, 3))
+    assert len(recipe.held) == 1
+    results[0].zero_()
+    assert again[0].abs().sum() > 0
+    assert results[1].data_ptr() != results[0].data_ptr()
+
+
+def test_nothing_is_had_again_where_that_holds_as_much():
+    def fn(x, w):
+        return x.sum(), x.mm(w)
+
+    recipe, results, _ = two_graphs(fn, 1, torch.randn(3, 3), torch.randn(3, 3))
+    assert recipe is None
+    assert len(results) == 2
+
+
+def test_what_is_had_again_stands_where_it_is_read():
+    """One copy for each sweep that reads it, none before."""
+
+    def fn(h, q, w):
+        a = torch.tanh(h)
+        had_again([a])
+        first = (q * a).mm(w)
+        boundary([first])
+        return first, (first * a).mm(w)
+
+    with for_compiler():
+        graph = make_fx(fn, tracing_mode="fake")(*(torch.randn(3, 3) for _ in range(3)))
+    inductor.hold(graph, False)
+    targets = [n.target for n in graph.graph.nodes if n.op == "call_function"]
+    assert targets.count(aten.tanh.default) == 2
+    assert targets.index(aten.mm.default) < len(targets) - 1 - targets[::-1].index(
+        aten.tanh.default
+    )
+    assert AGAIN not in targets
+    given = [torch.randn(3, 3) for _ in range(3)]
+    for found, expected in zip(graph(*given), fn(*given), strict=True):
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("changed", ["x", "bias"])
+def test_changing_what_the_last_sweeps_begin_from_is_refused(changed):
+    """Of a tanh, its bias is not kept, but the tanh is had again from it, or from x."""
+    net = nn.Sequential(nn.Linear(2, 3), nn.LayerNorm(3), nn.Tanh(), nn.Linear(3, 1)).double()
+    x = torch.randn(4, 2, dtype=torch.float64)
+    out, gradient = db.WithGradient(net, compile=True, recompute=True)(x)
+    with torch.no_grad():
+        (x if changed == "x" else net[1].bias).add_(1.0)
+    with pytest.raises(db.StaleGraphError):
+        (out.sum() + gradient.square().sum()).backward()

@@ -5,8 +5,6 @@ from __future__ import annotations
 import ast
 import builtins
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -115,12 +113,6 @@ def test_matplotlib_is_asked_for_by_name(monkeypatch, capsys):
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(db.DoublebackError, match=r"pip install 'doubleback\[plots\]'"):
         drawing.panels(1)
-
-
-def test_importing_the_library_imports_no_matplotlib():
-    code = "import sys, doubleback.landscape; sys.exit('matplotlib' in sys.modules)"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    assert subprocess.run([sys.executable, "-c", code], env=environment).returncode == 0
 
 
 def _imports(path: Path) -> set[str]:

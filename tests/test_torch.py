@@ -5,8 +5,6 @@ from __future__ import annotations
 import ast
 import inspect
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +13,7 @@ import torch
 
 import doubleback
 from doubleback import _torch
+from support.fresh import run_fresh
 
 SOURCES = sorted(Path(doubleback.__file__).parent.rglob("*.py"))
 ONLY_WITH_CUDA = ("cuda_get_device",)
@@ -129,30 +128,28 @@ def _defined(tree: ast.AST) -> Iterator[str]:
             yield node.asname or node.name
 
 
-def test_import_is_light():
-    """Dynamo, Inductor, Triton and SymPy take longer to import than all of doubleback."""
-    code = "import sys, torch; known = set(sys.modules); import doubleback; "
-    code += "print(*set(sys.modules) - known)"
-    run = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True,
-        env={"PYTHONPATH": str(Path(doubleback.__file__).parent.parent)},
-    )  # fmt: skip
-    slow = ("sympy", "torch._dynamo", "torch._inductor", "triton", "numpy", "doubleback.landscape",
-            "torch.utils.flop_counter", "matplotlib")  # fmt: skip
-    assert not [name for name in slow if name in run.stdout.split()]
+LIGHT = """
+import sys
+known = set(sys.modules)
+import doubleback
+slow = ("sympy", "torch._dynamo", "torch._inductor", "triton", "numpy", "doubleback.landscape",
+        "torch.utils.flop_counter", "matplotlib")
+found = [name for name in slow if name in set(sys.modules) - known]
+assert not found, found
+"""
+FLOPS = ["import doubleback", "from torch.utils import flop_counter"]
+LOOK = "import torch; assert torch.ops.doubleback.locally_connected in flop_counter.flop_registry"
+LANDSCAPE = """
+import sys, doubleback as db
+assert "landscape" in dir(db)
+db.landscape.Network
+assert "matplotlib" not in sys.modules
+"""
 
 
-def test_flop_formulas_are_there_when_the_counter_is():
-    """Whichever is imported first."""
-    look = "assert torch.ops.doubleback.locally_connected in flop_counter.flop_registry"
-    both = ["import doubleback", "from torch.utils import flop_counter"]
-    env = {"PYTHONPATH": str(Path(doubleback.__file__).parent.parent)}
-    for imports in (both, both[::-1]):
-        code = "; ".join(["import torch", *imports, look])
-        subprocess.run([sys.executable, "-c", code], check=True, env=env)
-
-
-def test_landscape_comes_when_it_is_asked_for():
-    code = "import doubleback as db; assert 'landscape' in dir(db); db.landscape.Network"
-    env = {"PYTHONPATH": str(Path(doubleback.__file__).parent.parent)}
-    subprocess.run([sys.executable, "-c", code], check=True, env=env)
+def test_imports():
+    """Dynamo, Inductor, Triton and SymPy take longer to import than all of doubleback, which leaves
+    them alone; FLOP formulas are there when the counter is, whichever is imported first; landscape
+    comes when it is asked for, without matplotlib."""
+    orders = ("; ".join([*both, LOOK]) for both in (FLOPS, FLOPS[::-1]))
+    run_fresh(LIGHT, *orders, LANDSCAPE)

@@ -3,14 +3,15 @@
     python tools/fuzz.py [--first SEED] [--networks N] [--minutes M] [--jobs N] [--slow SHARE]
         [--paths PATH,…] [--device cuda] [--limit SECONDS] [--json FILE]
 
-Every seed is one network with its penalty and its training steps (tests/support/fuzz.py); the same
-seed is the same case. A failure is shrunk and printed as a program. By default one case in a
-hundred is compiled, which takes minutes for a hundred of them; `--paths` runs these alone:
-`--paths "compiled,compiled accumulate,compiled gradient,backend"`.
+Every seed is one network, which is trained in several ways: each a case with a penalty, an input
+and a path of its own (tests/support/fuzz.py); the same seed is the same network and the same cases.
+A failure is shrunk and printed as a program. By default one network in a hundred is compiled, which
+takes minutes for a hundred of them; `--paths` runs these alone:
+`--paths "compiled,compiled accumulate,compiled gradient,compiled step,backend"`.
 
-Cases run in processes of their own, `--jobs` at a time, each of one thread and replaced after some
-cases, since PyTorch keeps what it traced. A case that takes longer than `--limit` is ended and
-counted as 'hangs', one that ends its process as 'crashes'; the others go on.
+Networks run in processes of their own, `--jobs` at a time, each of one thread and replaced after
+some networks, since PyTorch keeps what it traced. A network that takes longer than `--limit` is
+ended and counted as 'hangs', one that ends its process as 'crashes'; the others go on.
 
 The file keeps a record of each run, the newest last (which seeds, on which commit, what was
 compared, what was excused and why, what failed), and their sum. It is written as the run goes, and
@@ -34,7 +35,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -48,17 +49,18 @@ import torch  # noqa: E402
 from support import fuzz, vocabulary  # noqa: E402  # pyright: ignore[reportMissingImports]
 
 RESULTS = ROOT / "benchmarks" / "results" / "fuzz.json"
-EXCUSES = ("stock raises", "not finite", "unstable", "draws")
+EXCUSES = ("stock raises", "not finite", "unstable", "draws", "left out")
 FAILURES = ("wrong", "raises", "hangs", "crashes")
-CASES = 200  # by one process
+NETWORKS = 200  # by one process
 START = "spawn"  # nothing of one process in the next
 SHRINKING = 60.0  # seconds for a failure
 
 
 class Tally:
-    """Counts over cases."""
+    """Counts over cases, and of networks."""
 
     def __init__(self) -> None:
+        self.networks = 0
         self.kinds: Counter[str] = Counter()
         self.by: dict[str, Counter[str]] = {
             name: Counter() for name in ("path", "penalty", "dtype", "layout", "wrt", "device")
@@ -71,7 +73,13 @@ class Tally:
         self.operators: set[str] = set()
         self.failures: list[dict[str, Any]] = []
 
-    def add(self, case: Any, verdict: Any) -> None:
+    def add(self, cases: Sequence[Any], verdicts: Sequence[Any]) -> None:
+        """One network."""
+        self.networks += 1
+        for case, verdict in zip(cases, verdicts, strict=True):
+            self._add(case, verdict)
+
+    def _add(self, case: Any, verdict: Any) -> None:
         self.kinds[verdict.kind] += 1
         if verdict.kind in EXCUSES:
             self.excused[f"{verdict.kind}: {verdict.detail[:60]}".rstrip(": ")] += 1
@@ -80,7 +88,7 @@ class Tally:
             counter[getattr(case, name)] += 1
         self.training_steps += verdict.step + 1
         self.words |= {name for name, *_ in case.steps}
-        if case.path not in ("patch", "backend"):
+        if case.path not in ("patch", "backend", "step", "compiled step"):
             self.captured["captured" if verdict.captured else "fell back"] += 1
         self.reasons.update(reason[:90] for reason in verdict.reasons)
 
@@ -90,7 +98,8 @@ class Tally:
 
     def document(self) -> dict[str, Any]:
         return {
-            "networks": sum(self.kinds.values()),
+            "networks": self.networks,
+            "cases": sum(self.kinds.values()),
             "compared": sum(n for k, n in self.kinds.items() if k not in EXCUSES),
             "agree": self.kinds["agrees"],
             "failed": sum(self.kinds[k] for k in FAILURES),
@@ -109,10 +118,10 @@ class Tally:
 
 
 def work(pipe: Connection, said: str) -> None:
-    """A process: draws the cases whose seeds arrive, and sends what became of them.
+    """A process: runs the networks that arrive, and sends what became of their cases.
 
-    Up: ("ready",), and for each case ("done", seed, verdict, new operators, script or None), with
-    ("fails", seed, verdict) before it where the case is shrunk first.
+    Up: ("ready",), and for each network ("done", seed, verdicts, new operators, script or None),
+    with ("fails", seed, verdicts) before it where a case is shrunk first.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent says when to stop
     with contextlib.suppress(OSError):  # what PyTorch prints, and the stack of a crash
@@ -123,14 +132,24 @@ def work(pipe: Connection, said: str) -> None:
     operators: set[str] = set()
     pipe.send(("ready",))
     with fuzz.operators_seen(operators):
-        while (case := pipe.recv()) is not None:
+        while (cases := pipe.recv()) is not None:
             known = set(operators)
-            verdict, text = fuzz.run(case), None
-            if verdict.failed:
-                pipe.send(("fails", case.seed, verdict))
-                small = fuzz.shrink(case, verdict, SHRINKING)
-                text = fuzz.script(small, fuzz.run(small))
-            pipe.send(("done", case.seed, verdict, operators - known, text))
+            verdicts, text = fuzz.run_all(cases), None
+            if any(verdict.failed for verdict in verdicts):
+                pipe.send(("fails", cases[0].seed, verdicts))
+                text = shown(cases, verdicts)
+            pipe.send(("done", cases[0].seed, verdicts, operators - known, text))
+
+
+def shown(cases: Sequence[Any], verdicts: Sequence[Any]) -> str:
+    """The first failure of a network as a program: alone if it fails alone, else after those cases
+    that ran before it."""
+    first = next(k for k, verdict in enumerate(verdicts) if verdict.failed)
+    case, verdict = cases[first], verdicts[first]
+    if fuzz.run(case).kind != verdict.kind:
+        return fuzz.script(case, verdict, cases[:first])
+    small = fuzz.shrink(case, verdict, SHRINKING)
+    return fuzz.script(small, fuzz.run(small))
 
 
 def prepare() -> None:
@@ -152,15 +171,15 @@ def prepare() -> None:
 
 @dataclass
 class Worker:
-    """One process and the case it is at."""
+    """One process and the network it is at."""
 
     process: Any
     pipe: Connection
     said: str
-    cases: int = 0
-    case: Any = None
+    networks: int = 0
+    cases: Any = None
     since: float = field(default_factory=time.monotonic)
-    failing: Any = None  # the verdict that is being shrunk
+    failing: Any = None  # the verdicts of which one is being shrunk
 
     @classmethod
     def start(cls, folder: str, number: int) -> Worker:
@@ -172,17 +191,17 @@ class Worker:
         theirs.close()
         return cls(process, ours, said)
 
-    def take(self, case: Any) -> None:
-        self.case, self.since, self.failing = case, time.monotonic(), None
-        self.cases += 1
-        self.pipe.send(case)
+    def take(self, cases: Any) -> None:
+        self.cases, self.since, self.failing = cases, time.monotonic(), None
+        self.networks += 1
+        self.pipe.send(cases)
 
     def seconds(self) -> float:
         return time.monotonic() - self.since
 
     def allowance(self) -> float:
-        """Seconds beside those of a case: to start, or to shrink."""
-        return 2 * SHRINKING if self.case is None or self.failing else 0.0
+        """Seconds beside those of a network: to start, or to shrink."""
+        return 2 * SHRINKING if self.cases is None or self.failing else 0.0
 
     def end(self) -> None:
         self.process.kill()
@@ -198,20 +217,20 @@ class Worker:
 
 
 def crowd(
-    cases: Iterator[Any], jobs: int, limit: float, end: float, tally: Tally
-) -> Generator[int]:
-    """Runs the cases; yields a seed whenever one is done. Its workers are ended with it."""
+    networks: Iterator[Any], jobs: int, limit: float, end: float, tally: Tally
+) -> Generator[int, None, None]:
+    """Runs the networks; yields a seed whenever one is done. Its workers are ended with it."""
     numbers = itertools.count()
     with tempfile.TemporaryDirectory() as folder:
         workers = [Worker.start(folder, next(numbers)) for _ in range(jobs)]
 
         def feed(worker: Worker) -> None:
-            case = next(cases, None) if time.monotonic() < end else None
-            if case is None:
+            cases = next(networks, None) if time.monotonic() < end else None
+            if cases is None:
                 worker.end()
                 workers.remove(worker)
             else:
-                worker.take(case)
+                worker.take(cases)
 
         def renew(worker: Worker) -> None:
             worker.end()
@@ -219,16 +238,18 @@ def crowd(
 
         def lost(worker: Worker, kind: str, detail: str) -> int:
             """A process that had to be ended, or ended itself."""
-            case, verdict = worker.case, worker.failing
-            if case is None:
+            cases, verdicts = worker.cases, worker.failing
+            if cases is None:
                 raise RuntimeError(f"a process does not start:\n{worker.words()}")
-            if verdict is None:
-                verdict = fuzz.Verdict(kind, detail)
-            tally.add(case, verdict)
-            text = fuzz.script(case, verdict)
-            tally.fail(case.seed, verdict.kind, f"{text}\n{worker.words()}".strip())
+            if verdicts is None:
+                verdicts = [fuzz.Verdict(kind, detail), *[fuzz.Verdict("left out")] * len(cases)]
+                verdicts = verdicts[: len(cases)]
+            tally.add(cases, verdicts)
+            first = next(k for k, verdict in enumerate(verdicts) if verdict.kind in FAILURES)
+            text = fuzz.script(cases[-1], verdicts[first], cases[:-1])
+            tally.fail(cases[0].seed, verdicts[first].kind, f"{text}\n{worker.words()}".strip())
             renew(worker)
-            return case.seed
+            return cases[0].seed
 
         try:
             while workers:
@@ -248,12 +269,12 @@ def crowd(
                         if kind == "fails":
                             worker.failing, worker.since = rest[1], time.monotonic()
                             continue
-                        seed, verdict, operators, text = rest
+                        seed, verdicts, operators, text = rest
                         tally.operators |= operators
-                        tally.add(worker.case, verdict)
+                        tally.add(worker.cases, verdicts)
                         if text is not None:
-                            tally.fail(seed, verdict.kind, text)
-                        (renew if worker.cases >= CASES else feed)(worker)
+                            tally.fail(seed, next(v.kind for v in verdicts if v.failed), text)
+                        (renew if worker.networks >= NETWORKS else feed)(worker)
                         yield seed
                     elif worker.seconds() > limit + worker.allowance():
                         yield lost(worker, "hangs", f"more than {limit:.0f} s")
@@ -267,7 +288,7 @@ def crowd(
 
 # ---------------------------------------------------------------------------------------- record
 
-SUMMED = ("networks", "compared", "agree", "failed", "training_steps")
+SUMMED = ("networks", "cases", "compared", "agree", "failed", "training_steps")
 
 
 def kept(path: Path, run: dict[str, Any]) -> dict[str, Any]:
@@ -275,7 +296,7 @@ def kept(path: Path, run: dict[str, Any]) -> dict[str, Any]:
     found = json.loads(path.read_text()) if path.exists() else {}
     same = ("started", "seeds_from", "paths")
     runs = [r for r in found.get("runs", ()) if any(r[n] != run[n] for n in same)] + [run]
-    total: dict[str, Any] = {name: sum(r[name] for r in runs) for name in SUMMED}
+    total: dict[str, Any] = {name: sum(r.get(name, r["networks"]) for r in runs) for name in SUMMED}
     for name in ("excuses", "captured"):
         counts: Counter[str] = Counter()
         for r in runs:
@@ -322,7 +343,7 @@ def main() -> int:
     parser.add_argument("--slow", type=float, default=0.01, help="share of compiled networks")
     parser.add_argument("--paths", type=names, default=(), help="these alone, in turn")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--limit", type=float, default=300.0, help="seconds for one case")
+    parser.add_argument("--limit", type=float, default=300.0, help="seconds for one network")
     parser.add_argument("--commit", default=None, help="for the record, where there is no git")
     parser.add_argument("--json", type=Path, default=None, help=f"{RESULTS.name}, for instance")
     given = parser.parse_args()
@@ -348,16 +369,17 @@ def main() -> int:
             write(given.json, kept(given.json, {**which, **seconds, **tally.document()}))
 
     def tell() -> None:
-        done, failed = sum(tally.kinds.values()), len(tally.failures)
-        rate = done / max(time.monotonic() - start, 1e-9)
-        print(f"{done} networks, {failed} failures, {rate:.2f}/s", file=sys.stderr, flush=True)
+        cases, failed = sum(tally.kinds.values()), len(tally.failures)
+        rate = tally.networks / max(time.monotonic() - start, 1e-9)
+        told = f"{tally.networks} networks ({rate:.2f}/s), {cases} cases, {failed} failures"
+        print(told, file=sys.stderr, flush=True)
 
-    cases = (
-        fuzz.settled(fuzz.draw(seed, slow=given.slow, paths=given.paths, device=given.device))
+    networks = (
+        fuzz.draw(seed, slow=given.slow, paths=given.paths, device=given.device)
         for seed in range(given.first, given.first + given.networks)
     )
     end = start + 60 * given.minutes if given.minutes is not None else float("inf")
-    running = crowd(cases, given.jobs, given.limit, end, tally)
+    running = crowd(networks, given.jobs, given.limit, end, tally)
     try:
         for seed in running:
             last = max(last, seed)

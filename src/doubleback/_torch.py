@@ -278,6 +278,10 @@ NAMES: dict[str, tuple[str, str]] = {
         "torch._functorch.partitioners:min_cut_rematerialization_partition",
         "chooses what one stage of a region keeps for the next",
     ),
+    "functorch_config": (
+        "torch._functorch.config",
+        "how much of that may be computed again instead of being kept",
+    ),
     "fx_graph_cse": (
         "torch._functorch.compile_utils:fx_graph_cse",
         "what two derivatives have in common is computed once",

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ._torch import peek_interpreter_stack
+from ._torch import next_node, peek_interpreter_stack
 from .capture import (
     Arguments,
     accept_plain_keys,
@@ -30,18 +30,22 @@ from .capture import (
 from .counting import counting
 from .errors import CaptureError, InputError, RuleError, refuse_unused, warn
 from .graph import Graph, Meta, Node, Ref
+from .kernels import compiling
 from .patch import LASTING, patched, patched_lasting, supported, watched
 from .plan import Plan, make_plan
 from .rules import Structure, find_rule
 from .run import (
     Family,
     FlattenedProgram,
+    Job,
     OpenProgram,
     OpenReplay,
     Replay,
+    attach,
     no_autocast,
     read_state,
     remember,
+    run_prelude,
     write_state,
 )
 
@@ -225,7 +229,7 @@ class CapturedModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """(what net returns, and what is asked of its derivative)."""
-        if torch.compiler.is_compiling():
+        if compiling():
             return self._run(*args, **kwargs)
         return self._forward(*args, **kwargs)
 
@@ -574,6 +578,34 @@ class CapturedModule(nn.Module):
         if after is not None and site.open.symbols:
             after = max(after, SETTLED)
         return Replay(False if self.debug else self.compile_mode, after, self.recompute)
+
+    def _attached(
+        self, site: Site, program: Any, state: Mapping[int, Tensor], gradients: bool,
+        extra: tuple = (), asked: Sequence[Tensor] = (),
+    ) -> tuple[list[Any], Sequence[Tensor]]:  # fmt: skip
+        """Run a program, as one node of autograd's graph: (the network's outputs in their order,
+        what is handed out of its derivative). extra, asked: the penalty's own arguments, and those
+        tensors among them that ask for a gradient."""
+        plan = program.plan
+        before = next_node()
+        prelude = run_prelude(program.prelude, state)
+        swept = [prelude[v] for v in (*plan.penalised, *plan.effective)]
+        program = self._graphed_program(program, [*swept, *asked])
+        job = Job(program, {v: prelude[v] for v in plan.constants}, extra)
+        if plan.trained or asked:
+            results = attach(job, [*swept, *asked], before)
+            count = len(plan.outputs)
+            outputs, told = results[:count], results[count:]
+        else:
+            with torch.no_grad():
+                first = program.first(job.leaves(swept), extra, keep=False)
+            outputs, told = first.outputs, program.results(first.values)
+            job.mutations.update(first.mutated)
+        return self._finish(site, plan, prelude, outputs, job.mutations, gradients), told
+
+    def _graphed_program(self, program: Any, owners: Sequence[Tensor]) -> Any:
+        """The same, by CUDA graphs where they are asked for; owners: what gets gradients."""
+        return program
 
     def _finish(
         self, site: Site, plan: Plan, prelude: Mapping[int, Tensor], outputs: Sequence[Tensor],

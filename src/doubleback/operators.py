@@ -288,8 +288,15 @@ _POOLS = {
 }
 
 
+class _Weightless(Operator):
+    """θ is None."""
+
+    def weight_adjoint(self, x: Tensor, y: Tensor, shape: Any = None) -> None:
+        return None
+
+
 @dataclass(frozen=True)
-class AveragePool(Operator):
+class AveragePool(_Weightless):
     """The mean over windows, in one to three dimensions; no weight: θ is None.
 
     x: (B, C, *sizes) or (C, *sizes). Arguments as of ``torch.nn.AvgPool2d``.
@@ -353,15 +360,59 @@ class AveragePool(Operator):
         strides = self.stride or self.kernel
         return any(self.padding) or any(s < k for s, k in zip(strides, self.kernel, strict=True))
 
-    def weight_adjoint(self, x: Tensor, y: Tensor, shape: Any = None) -> None:
-        return None
-
     def sample(self) -> tuple[None, Tensor]:
         return None, torch.randn(2, 3, *(2 * k + 1 for k in self.kernel))
 
 
 @dataclass(frozen=True)
-class InvertibleDownsampling(Operator):
+class _Blocks(_Weightless):
+    """Blocks of places and channels, one for the other."""
+
+    factor: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        factor = self.factor
+        if not isinstance(factor, tuple):
+            example = (factor, factor) if isinstance(factor, int) else (2, 2)
+            raise InputError(
+                f"{self}: the factor is a tuple, one number per spatial axis; for images "
+                f"{type(self).__name__}({example})"
+            )
+        if not factor or any(not isinstance(r, int) or r < 1 for r in factor):
+            raise InputError(f"{self} needs one positive whole factor per spatial axis")
+
+    def _down(self, x: Tensor) -> Tensor:
+        n, factor = len(self.factor), self.factor
+        if x.dim() <= n or any(s % r for s, r in zip(x.shape[-n:], factor, strict=True)):
+            raise InputError(
+                f"{self}: sizes of an input of shape {tuple(x.shape)} are no multiples"
+            )
+        lead, (channels, *sizes) = x.shape[: -n - 1], x.shape[-n - 1 :]
+        small = [s // r for s, r in zip(sizes, factor, strict=True)]
+        split = [part for pair in zip(small, factor, strict=True) for part in pair]
+        start = len(lead) + 1
+        order = [
+            *range(start), *range(start + 1, start + 2 * n, 2), *range(start, start + 2 * n, 2)
+        ]  # fmt: skip
+        blocks = x.reshape(*lead, channels, *split).permute(order)
+        return blocks.reshape(*lead, channels * math.prod(factor), *small)
+
+    def _up(self, y: Tensor) -> Tensor:
+        n, block = len(self.factor), math.prod(self.factor)
+        if y.dim() <= n or y.shape[-n - 1] % block:
+            raise InputError(
+                f"{self}: channels of a shape {tuple(y.shape)} are no multiple of {block}"
+            )
+        lead, (channels, *sizes) = y.shape[: -n - 1], y.shape[-n - 1 :]
+        start = len(lead) + 1
+        order = [*range(start), *(k for i in range(n) for k in (start + n + i, start + i))]
+        blocks = y.reshape(*lead, channels // block, *self.factor, *sizes).permute(order)
+        large = [s * r for s, r in zip(sizes, self.factor, strict=True)]
+        return blocks.reshape(*lead, channels // block, *large)
+
+
+@dataclass(frozen=True)
+class InvertibleDownsampling(_Blocks):
     """Blocks of r₁×…×r_n places become channels: (…, C, *sizes) → (…, C·Πr, *sizes/r).
 
     A permutation, so Kᵀ = K⁻¹. In two dimensions this is ``torch.nn.PixelUnshuffle``.
@@ -373,30 +424,22 @@ class InvertibleDownsampling(Operator):
     (torch.Size([1, 12, 2, 3]), True)
     """
 
-    factor: tuple[int, ...]
-
-    def __post_init__(self) -> None:
-        _check_factor(self, self.factor)
-
     @property
     def inverse(self) -> InvertibleUpsampling:
         return InvertibleUpsampling(self.factor)
 
     def forward(self, weight: None, x: Tensor) -> Tensor:
-        return _down(self, self.factor, x)
+        return self._down(x)
 
     def transpose(self, weight: None, y: Tensor, shape: Shape | None = None) -> Tensor:
-        return _up(self, self.factor, y)
-
-    def weight_adjoint(self, x: Tensor, y: Tensor, shape: Any = None) -> None:
-        return None
+        return self._up(y)
 
     def sample(self) -> tuple[None, Tensor]:
         return None, torch.randn(2, 3, *(2 * r for r in self.factor))
 
 
 @dataclass(frozen=True)
-class InvertibleUpsampling(Operator):
+class InvertibleUpsampling(_Blocks):
     """The inverse: channels become blocks of places, as ``torch.nn.PixelShuffle``.
 
     >>> import torch
@@ -405,62 +448,18 @@ class InvertibleUpsampling(Operator):
     tensor([[[1., 3., 2., 4.]]])
     """
 
-    factor: tuple[int, ...]
-
-    def __post_init__(self) -> None:
-        _check_factor(self, self.factor)
-
     @property
     def inverse(self) -> InvertibleDownsampling:
         return InvertibleDownsampling(self.factor)
 
     def forward(self, weight: None, x: Tensor) -> Tensor:
-        return _up(self, self.factor, x)
+        return self._up(x)
 
     def transpose(self, weight: None, y: Tensor, shape: Shape | None = None) -> Tensor:
-        return _down(self, self.factor, y)
-
-    def weight_adjoint(self, x: Tensor, y: Tensor, shape: Any = None) -> None:
-        return None
+        return self._down(y)
 
     def sample(self) -> tuple[None, Tensor]:
         return None, torch.randn(2, 3 * math.prod(self.factor), *(2 for _ in self.factor))
-
-
-def _check_factor(op: Operator, factor: Any) -> None:
-    if not isinstance(factor, tuple):
-        example = (factor, factor) if isinstance(factor, int) else (2, 2)
-        raise InputError(
-            f"{op}: the factor is a tuple, one number per spatial axis; for images "
-            f"{type(op).__name__}({example})"
-        )
-    if not factor or any(not isinstance(r, int) or r < 1 for r in factor):
-        raise InputError(f"{op} needs one positive whole factor per spatial axis")
-
-
-def _down(op: Operator, factor: tuple[int, ...], x: Tensor) -> Tensor:
-    n = len(factor)
-    if x.dim() <= n or any(s % r for s, r in zip(x.shape[-n:], factor, strict=True)):
-        raise InputError(f"{op}: sizes of an input of shape {tuple(x.shape)} are no multiples")
-    lead, (channels, *sizes) = x.shape[: -n - 1], x.shape[-n - 1 :]
-    small = [s // r for s, r in zip(sizes, factor, strict=True)]
-    split = [part for pair in zip(small, factor, strict=True) for part in pair]
-    start = len(lead) + 1
-    order = [*range(start), *range(start + 1, start + 2 * n, 2), *range(start, start + 2 * n, 2)]
-    blocks = x.reshape(*lead, channels, *split).permute(order)
-    return blocks.reshape(*lead, channels * math.prod(factor), *small)
-
-
-def _up(op: Operator, factor: tuple[int, ...], y: Tensor) -> Tensor:
-    n, block = len(factor), math.prod(factor)
-    if y.dim() <= n or y.shape[-n - 1] % block:
-        raise InputError(f"{op}: channels of a shape {tuple(y.shape)} are no multiple of {block}")
-    lead, (channels, *sizes) = y.shape[: -n - 1], y.shape[-n - 1 :]
-    start = len(lead) + 1
-    order = [*range(start), *(k for i in range(n) for k in (start + n + i, start + i))]
-    blocks = y.reshape(*lead, channels // block, *factor, *sizes).permute(order)
-    large = [s * r for s, r in zip(sizes, factor, strict=True)]
-    return blocks.reshape(*lead, channels // block, *large)
 
 
 # Multilinear maps --------------------------------------------------------------------------------

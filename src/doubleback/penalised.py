@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import graph as autograd_graph
 
-from ._torch import next_node, peek_interpreter_stack, pytree
+from ._torch import peek_interpreter_stack, pytree
 from .capture import Arguments, choose_output, place_of, requires_grad
 from .captured import CapturedModule, Site, Way, as_written, derivatives
 from .errors import InputError, warn
@@ -41,10 +41,8 @@ from .run import (
     GraphedProgram,
     GraphedStep,
     GraphRefused,
-    Job,
     Replay,
     Request,
-    attach,
     average,
     deliver,
     kind,
@@ -256,25 +254,11 @@ class Penalised(CapturedModule):
 
         def run(graph: Graph, inputs: Sequence[Any]) -> Sequence[Any]:
             site = self._site(graph, inputs, call)
-            program: Any
             program, state = self._program(site, gradients)
-            plan, asked = program.plan, call.asked if gradients else {}
-            before = next_node()
-            prelude = run_prelude(program.prelude, state)
-            swept = [prelude[v] for v in (*plan.penalised, *plan.effective)]
-            if self._graphs(program, swept[0]):
-                owners = [*swept, *asked.values()]
-                program = GraphedProgram(program, self._pairs, owners, self._warn_of_graph)
-            job = Job(program, {v: prelude[v] for v in plan.constants}, call.constants)
-            if plan.trained or asked:
-                *outputs, penalty = attach(job, [*swept, *asked.values()], before)
-            else:
-                with torch.no_grad():
-                    first = program.first(job.leaves(swept), job.extra, keep=False)
-                outputs, penalty = first.outputs, self.penalty.reduce(first.values)
-                job.mutations.update(first.mutated)
-            penalties.append(penalty)
-            return self._finish(site, plan, prelude, outputs, job.mutations, gradients)
+            asked = list(call.asked.values()) if gradients else []
+            results, told = self._attached(site, program, state, gradients, call.constants, asked)
+            penalties.extend(told)
+            return results
 
         way, result = self._through(run, call)
         if way is not None:
@@ -460,6 +444,11 @@ class Penalised(CapturedModule):
             self._warn_of_graph(f"a CUDA graph cannot hold {refusal}")
             return None
         return [t.clone() for t in outputs], loss_value.clone(), penalty.clone(), grads, mutated
+
+    def _graphed_program(self, program: Any, owners: Sequence[Tensor]) -> Any:
+        if not self._graphs(program, owners[0]):
+            return program
+        return GraphedProgram(program, self._pairs, owners, self._warn_of_graph)
 
     def _graphs(self, program: Any, x: Tensor) -> bool:
         """Whether this program's sweeps are to run as CUDA graphs."""
@@ -829,23 +818,9 @@ class WithGradient(CapturedModule):
         def run(graph: Graph, inputs: Sequence[Any]) -> Sequence[Any]:
             site = self._site(graph, inputs, call)
             program, state = self._program(site, gradients)
-            plan = program.plan
-            before = next_node()
-            prelude = run_prelude(program.prelude, state)
-            job = Job(program, {v: prelude[v] for v in plan.constants}, ())
-            swept = [prelude[v] for v in (*plan.penalised, *plan.effective)]
-            if plan.trained:
-                results = attach(job, swept, before)
-                count = len(plan.outputs)
-                outputs = results[:count]
-                slopes.extend(results[count:])
-            else:
-                with torch.no_grad():
-                    first = program.first(job.leaves(swept), (), keep=False)
-                outputs = first.outputs
-                slopes.extend(first.values)
-                job.mutations.update(first.mutated)
-            return self._finish(site, plan, prelude, outputs, job.mutations, gradients)
+            results, told = self._attached(site, program, state, gradients)
+            slopes.extend(told)
+            return results
 
         way, result = self._through(run, call)
         if way is not None:

@@ -223,3 +223,74 @@ def test_unknown_functions_raise(name, parameters):
     z = torch.ones(3)
     with pytest.raises(InputError, match=rf"'{name}' of {len(parameters)} .* softplus beta thresh"):
         curvature(name, z, z, z, *parameters)
+
+
+PLACES = {
+    "one number each": ((3, 5, 4, 6), (3, 5, 1, 1)),
+    "the same for all examples": ((3, 5, 4, 6), (1, 5, 1, 1)),
+    "volumes": ((2, 3, 2, 3, 4), (2, 3, 1, 1, 1)),
+    "more than a tile": ((2, 131, 9, 5), (2, 131, 1, 1)),
+}
+
+
+@needs_triton
+@pytest.mark.parametrize("expanded", [False, True], ids=["of size 1", "expanded"])
+@pytest.mark.parametrize("turned", [False, True], ids=["image first", "image second"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("name", PLACES)
+def test_one_number_per_channel(name, dtype, turned, expanded, monkeypatch):
+    """By the kernel, bit for bit what PyTorch computes."""
+    monkeypatch.setattr(pointwise, "MANY", 0)
+    monkeypatch.setattr(pointwise, "_places_plans", {})
+    monkeypatch.setattr(pointwise, "constant_over_places", anywhere)
+    shape, small = PLACES[name]
+    form = torch.channels_last if len(shape) == 4 else torch.channels_last_3d
+    x = torch.randn(shape, dtype=dtype, device=DEVICE).contiguous(memory_format=form)
+    s = torch.randn(small, dtype=dtype, device=DEVICE)
+    s = s.expand(shape) if expanded else s
+    assert pointwise._planned_over_places(x, s, torch.mul) is not None
+    pair = (s, x) if turned else (x, s)
+    for ours, theirs in (
+        (pointwise.times_over_places, torch.mul),
+        (pointwise.plus_over_places, torch.add),
+    ):
+        result, expected = ours(*pair), theirs(*pair)
+        assert torch.equal(result, expected)
+        assert result.stride() == expected.stride()
+
+
+_on_a_gpu = pointwise.constant_over_places
+
+
+def anywhere(x: Tensor, s: Tensor) -> bool:
+    """As on a GPU, without asking for one."""
+
+    class OnAGpu:
+        is_cuda = True
+
+        def __init__(self, t: Tensor) -> None:
+            self.t = t
+
+        def __getattr__(self, name: str):
+            return getattr(self.t, name)
+
+    return _on_a_gpu(OnAGpu(x), OnAGpu(s))  # type: ignore[arg-type]
+
+
+NOT_SO = {
+    "another dtype": lambda x: x[:, :, :1, :1].float(),
+    "one number for all channels": lambda x: x[:, :1, :1, :1],
+    "different at every place": lambda x: x.clone(),
+    "one number per row": lambda x: x[:, :, :, :1],
+}
+
+
+@pytest.mark.parametrize("name", NOT_SO)
+def test_what_is_not_constant_over_places(name, monkeypatch):
+    monkeypatch.setattr(pointwise, "MANY", 0)
+    x = torch.randn(3, 4, 5, 2, dtype=torch.float64).contiguous(memory_format=torch.channels_last)
+    assert anywhere(x, x[:, :, :1, :1])
+    assert not anywhere(x.contiguous(), x[:, :, :1, :1])
+    s = NOT_SO[name](x)
+    assert not anywhere(x, s)
+    assert torch.equal(pointwise.times_over_places(x, s), x * s)

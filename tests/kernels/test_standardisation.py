@@ -71,7 +71,7 @@ ROUTES = ["eager", "passes", "plain"]
 KERNELS = ["triton", "two passes"] if TRITON else []
 ROUTES += ["cuda", *KERNELS] if CUDA else []
 # In Triton's interpreter, which is slow: every case once in float64, some in float32.
-BRIEF = ["layer 3d", "rms 2d", "batch 4d, channels-last", "group 4d"]
+BRIEF = ["layer 2d", "rms 2d", "batch 4d, channels-last", "group 4d"]
 SLOW = [] if CUDA else KERNELS
 
 
@@ -139,6 +139,9 @@ def compute(groups: Groups, given: Drawn, route="eager", eps=1e-5) -> dict[str, 
         point = Point.of(groups, *at)
         t_y, s_x, s_w = fused_kernels.second(point, xi, q, [True, True, w is not None])
         tangent, _, _ = fused_kernels.second(point, None, q, [True, False, False])
+        if groups.kind == "batch":
+            mask = [True, w is not None, b is not None]
+            dx, dw, db = fused_kernels.batch_backward(point, xi, mask)
     else:
         t_y, s_x, s_w = standardise_second(groups, xi, q, *at, fused=fused)
         tangent = tangent_alone(groups, q, *at, fused=fused)
@@ -163,7 +166,8 @@ def short_rows(monkeypatch):
     """Every group counts as long, and spans several tiles."""
     monkeypatch.setattr(fused_kernels, "LONGEST", 1)
     monkeypatch.setattr(fused_kernels, "TILE", 8 if CUDA else 32)
-    monkeypatch.setattr(fused_kernels, "_plans", {})  # without what was planned before
+    for plans in ("_plans", "_forward_plans"):  # without what was planned before
+        monkeypatch.setattr(fused_kernels, plans, {})
 
 
 @pytest.fixture
@@ -243,6 +247,39 @@ def test_eps(case, eps, route, device):
     given = draw(case, device=device)
     exact = truth(case.groups, given, eps)
     assert_agree(compute(case.groups, given, route, eps), exact, 1e-10)
+
+
+FORWARD = [
+    ((5, 6, 4, 3), LAST), ((3, 4, 2, 3, 2), LAST_3D), ((2, 70, 5, 3), LAST), ((2, 3, 1, 1), LAST),
+]  # fmt: skip
+
+
+@pytest.mark.skipif(not TRITON, reason="Triton kernel not run: needs Triton")
+@pytest.mark.parametrize("affine", [True, False], ids=["affine", "plain"])
+@pytest.mark.parametrize("running", [True, False], ids=["running", "none"])
+@pytest.mark.parametrize("shape, form", FORWARD, ids=str)
+def test_batch_norm_by_kernels(shape, form, running, affine, short_rows):
+    """Output, statistics and running statistics are PyTorch's; a mean a million deviations away
+    from zero costs no more digits than there."""
+    torch.manual_seed(0)
+    device = "cuda" if CUDA else "cpu"
+    x = torch.randn(shape, dtype=torch.float64, device=device) + 3
+    x[:, 1] = 1e6 + x[:, 1]
+    x = x.contiguous(memory_format=form)
+    w, b, mean, var = torch.rand(4, shape[1], dtype=torch.float64, device=device)
+    w, b = (w, b) if affine else (None, None)
+    given = (mean, var) if running else None
+    aten = torch.ops.aten
+    if running:
+        op = aten._native_batch_norm_legit_functional
+        expected = op(x, w, b, mean, var, True, 0.1, 1e-5)
+    else:
+        expected = aten._native_batch_norm_legit.no_stats(x, w, b, True, 0.1, 1e-5)
+    result = fused_kernels.batch_forward(x, w, b, given, 0.1, 1e-5)
+    assert len(result) == len(expected)
+    for ours, theirs in zip(result, expected, strict=True):
+        assert ours.stride() == theirs.stride()
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
 
 
 SINGLE = [
@@ -399,10 +436,12 @@ def everything(groups: Groups, route="eager"):
     return run
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("route", ["eager", "recorded"])
 @pytest.mark.parametrize(
-    ("name", "mode"), [(n, "fake") for n in NAMES] + [(n, "real") for n in BRIEF]
+    ("name", "mode", "dtype"),
+    [(n, "fake", torch.float64) for n in NAMES]
+    + [(n, m, d) for n in BRIEF for m, d in (("fake", torch.bfloat16), ("real", torch.float64))],
+    ids=str,
 )
 def test_flattened_graph_agrees(name, mode, route, dtype):
     """Traced for a compiler ("eager" turns `fused` off), and recorded with `fused` for replay."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
@@ -16,6 +15,7 @@ import torch.nn.functional as F
 import doubleback as db
 from doubleback.patch import mechanism
 from doubleback.patch.mechanism import Formula
+from support.fresh import run_fresh
 
 
 def states(family: str = "convolution") -> set[str]:
@@ -193,10 +193,8 @@ ORDERS = [
 ]
 
 
-@pytest.mark.parametrize("order", ORDERS)
-def test_import_order_in_a_fresh_process_without_a_warning(order):
-    script = f"""
-{order}
+def test_import_order_in_a_fresh_process_without_a_warning():
+    script = """
 import torch.nn.functional as F
 x = torch.randn(1, 2, 4, 4, requires_grad=True)
 w = torch.randn(2, 1, 3, 3, requires_grad=True)
@@ -204,11 +202,7 @@ g, = torch.autograd.grad(F.conv2d(x, w, groups=2).square().sum(), x, create_grap
 g.square().sum().backward()
 assert type(g.grad_fn).__name__ == "DerivativeNodeBackward"
 """
-    command = [sys.executable, "-W", "error", "-c", script]
-    source = str(Path(db.__file__).parents[1])
-    environment = {**os.environ, "PYTHONPATH": source}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0 and done.stderr == "", done.stderr
+    run_fresh(*(order + script for order in ORDERS))
 
 
 def test_first_order_is_bit_identical():

@@ -1,8 +1,8 @@
 """Random networks and training steps, each compared with stock autograd in float64.
 
-    case = draw(17)                 # a network, a penalty, and how they are run
-    verdict = run(case)             # .kind: "agrees", an excuse, or a failure
-    script(shrink(case, verdict))   # the smallest case that fails alike, as a program
+    cases = draw(17)                # a network, and several penalties and ways to run them
+    verdicts = run_all(cases)       # .kind: "agrees", an excuse, or a failure
+    script(shrink(cases[0], verdicts[0]))  # the smallest case that fails alike, as a program
 
 A `Case` says everything in plain words and numbers, so that it can be printed. The network is a
 list of steps over three pools of tensors (support.vocabulary); whatever nobody used is summed into
@@ -20,10 +20,11 @@ import ast
 import contextlib
 import copy
 import functools
+import math
 import random
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ from doubleback.penalised import autograd_penalty
 from support import oracle, vocabulary
 from support.oracle import WEIGHT, Result, Spec
 from support.penalties import library_penalty, quartic, turned
-from support.vocabulary import KINDS, OPS, SHAPES, Module
+from support.vocabulary import KINDS, OPS, SHAPES
 from support.zoo import double
 
 # A long drawn graph sums more roundings into a gradient that cancels exactly than the zoo's nets.
@@ -48,9 +49,12 @@ EPSILON = {"float64": 2**-52, "float32": 2**-23, "bfloat16": 2**-8, "float16": 2
 LARGE = 1e8  # numbers beyond are not compared
 TINY = 1e-30  # a smaller penalty is what the roundings of a saturated softmax leave, squared
 
-PATHS = ("nodes", "flat", "default", "accumulate", "gradient", "patch")
+PATHS = ("nodes", "flat", "default", "accumulate", "gradient", "patch", "step")
 # minutes for a hundred
-SLOW_PATHS = ("backend", "compiled", "compiled accumulate", "compiled gradient")
+SLOW_PATHS = ("backend", "compiled", "compiled accumulate", "compiled gradient", "compiled step")
+# A network is captured once and then trained in all these ways, each with a penalty of its own.
+# None: another of PATHS, which are flattened, and take longer for it.
+EACH = (*["nodes"] * 5, "patch", "patch", None)
 PENALTIES = (
     "cross entropy", "smoothed", "mse", "bce", "own loss", "output", "one-sided", "sum", "match",
     "bilinear", "custom", "own p", "jacobian", "entries", "softmax", "projections", "spectral",
@@ -97,9 +101,10 @@ def draw(
     slow: float = 0.0,
     paths: tuple[str, ...] = (),
     device: str = "cpu",
-) -> Case:
-    """slow: how often one of the slow paths is taken; paths: those to choose from instead. Most
-    networks are small: tracing them is what a case costs, and few errors need many operators."""
+) -> list[Case]:
+    """The cases of one network. slow: how often one of the slow paths is among them; paths: those
+    to choose from instead. Most networks are small: tracing them is what a case costs, and few
+    errors need many operators."""
     r = random.Random(seed)
     count = r.choice((1, 1, 2, 2, 2, 3, 3, 4, 8))
     steps = [
@@ -110,17 +115,17 @@ def draw(
         steps += r.choices(steps, k=min(2, count))
     low = r.random() < 0.12
     batches = r.choice(((3,) * 4, (3,) * 5, (4,) * 4, (4, 3, 5, 3, 2, 4), (2, 2, 3, 3, 2, 3)))
-    penalty = r.choice(PENALTIES)
-    path = r.choice(SLOW_PATHS) if r.random() < slow else r.choice(PATHS)
-    path = paths[seed % len(paths)] if paths else path
-    if path in SLOW_PATHS:
+    others = ("flat", "default", "accumulate", "gradient") * 3 + ("step",)
+    ways = [path or r.choice(others) for path in EACH]
+    if paths:
+        ways = [paths[seed % len(paths)]]
+    elif r.random() < slow:
+        ways = [r.choice(SLOW_PATHS), "nodes", "patch"]
+    if any(path in SLOW_PATHS for path in ways):
         steps, batches = steps[:3], batches[:4]
-    return Case(
+    network = Case(
         seed,
         tuple(steps),
-        penalty=penalty,
-        path=path,
-        wrt=r.choice(("x", "x", "z", "both")),
         dtype=r.choice(("float32", "bfloat16", "float16")) if low else "float64",
         layout=r.choice(("plain", *LAYOUTS)),
         training=r.random() < 0.75,
@@ -128,87 +133,133 @@ def draw(
         tied=tied,
         x_grad=r.random() < 0.6,
         attribute=r.random() < 0.15,
-        reduction=r.choice(("mean", "mean", "sum", "none")),
         batches=batches,
         device=device,
     )
+    wrt = ("x", "x", "z", "both")
+    if not network.x_grad:  # another capture for each, since others require grad
+        wrt = (r.choice(wrt),)
+    cases = [
+        replace(
+            network,
+            path=path,
+            penalty=r.choice(PENALTIES),
+            wrt=r.choice(wrt),
+            reduction=r.choice(("mean", "mean", "sum", "none")),
+        )
+        for path in ways
+    ]
+    first, *rest = [settled(case) for case in cases]
+    return [first, *(case for case in rest if case.dtype == first.dtype)]
 
 
 # ------------------------------------------------------------------------------------ networks
 
 
 class Program(nn.Module):
-    """Interprets steps. A result whose size strays from 1 is rescaled by a constant, so that long
-    programs neither overflow nor vanish."""
+    """A drawn network. Its forward pass is written out as Python, one line per step, since most of
+    a case's time is TorchDynamo's, which reads it. A result whose size strays from 1 is rescaled by
+    a constant, so that long programs neither overflow nor vanish.
 
-    def __init__(self, steps: tuple, x: Tensor, z: Tensor, tied: bool = False) -> None:
+    direct: x reaches the operators as it is laid out in memory; otherwise x and z are joined first.
+    changes: the forward pass reads a number and a word that change between steps.
+    """
+
+    source: str
+
+    def __init__(
+        self, steps: tuple, x: Tensor, z: Tensor, tied: bool = False, direct: bool = True,
+        changes: bool = True,
+    ) -> None:  # fmt: skip
         super().__init__()
-        self.stems = nn.ModuleList([nn.Linear(16, 6), nn.Linear(64, 6)])
-        self.nodes, self.wiring, self.used = nn.ModuleList(), [], set()
         self.alpha, self.word = 1.0, "tanh"
         self.draws = False
-        self.kinds: tuple[str, ...] = KINDS
-        pools, made = self.pools(x, z), {}
-        for name, first, second, seed in steps:
+        pools: dict[str, list[str]] = {}  # names of the tensors
+        lines, values, used = [], {"x": x, "z": z}, set()
+        functions: dict[str, Any] = {}
+        made: dict[tuple[str, int], str] = {}
+
+        def begin(kind: str) -> list[str]:
+            """The first member of a pool."""
+            if kind not in pools:
+                name = f"{kind}_0"
+                joined = "x * z[:, :4, None, None]"
+                if kind == "image":
+                    text = "x" if direct else joined
+                elif kind == "sequence":
+                    self.stem_of_sequence = nn.Linear(16, 6)
+                    text = "self.stem_of_sequence(x.flatten(2))"
+                else:
+                    self.stem_of_vector = nn.Linear(64, 6)
+                    text = "self.stem_of_vector(x.flatten(1)) + z"
+                pools[kind] = []
+                add(kind, name, text)
+            return pools[kind]
+
+        def add(kind: str, name: str, text: str) -> Tensor:
+            lines.append(f"{name} = {text}")
+            before = torch.get_rng_state()
+            values[name] = eval(text, {**functions, "torch": torch, "self": self}, values)
+            self.draws = self.draws or not torch.equal(before, torch.get_rng_state())
+            pools[kind].append(name)
+            return values[name]
+
+        for number, (name, first, second, seed) in enumerate(steps):
             spec, r = OPS[name], random.Random(seed)
             kind = r.choice(KINDS) if spec.kind == "any" else spec.kind
-            picks = [self.pick(kind, len(pools[kind]), k) for k in (first, second)[: spec.arity]]
+            pool = begin(kind)
+            picks = [pool[-1 - k % min(len(pool), 3)] for k in (first, second)[: spec.arity]]
+            used.update(picks)
             node = made.get((name, seed)) if tied else None
             if node is None:
-                node = spec.build(r)
-                node = node if isinstance(node, nn.Module) else Module(lambda m, *t, f=node: f(*t))
+                built = spec.build(r)
+                node = f"node_{number}"
+                if isinstance(built, nn.Module):
+                    setattr(self, node, built)
+                    node = f"self.{node}"
+                else:
+                    functions[node] = built
                 made[name, seed] = node
-            before = torch.get_rng_state()
-            y = node(*(pools[kind][k] for k in picks))
-            self.draws = self.draws or not torch.equal(before, torch.get_rng_state())
             to = spec.to or kind
+            begin(to)
+            result = f"{to}_{number + 1}"
+            y = add(to, result, f"{node}({', '.join(picks)})")
             if y.shape[1:] != SHAPES[to]:
                 raise AssertionError(f"{name} maps {kind} to {tuple(y.shape)}")
             size = y.square().mean().sqrt().item()
-            scale = 1.0 if 0.2 < size < 3.0 or not 1e-6 < size < 1e30 else 1 / size
-            self.nodes.append(node)
-            self.wiring.append((kind, picks, to, scale))
-            pools[to].append(scale * y)
-        self.used |= {(kind, 0) for kind in KINDS if len(pools[kind]) > 1}
-        worked_on = {"vector", *(k for kind, _, to, _ in self.wiring for k in (kind, to))}
-        self.kinds = tuple(kind for kind in KINDS if kind in worked_on)
-        self.head = nn.Linear(sum({"image": 4}.get(kind, 6) for kind in self.kinds), 3)
-
-    def pick(self, kind: str, count: int, k: int) -> int:
-        """One of the last three members."""
-        chosen = count - 1 - k % min(count, 3)
-        self.used.add((kind, chosen))
-        return chosen
-
-    def pools(self, x: Tensor, z: Tensor) -> dict[str, list[Tensor]]:
-        pools = {"image": [x], "vector": [self.stems[1](x.flatten(1)) + z]}
-        if "sequence" in self.kinds:
-            pools["sequence"] = [self.stems[0](x.flatten(2))]
-        return pools
-
-    def forward(self, x: Tensor, z: Tensor) -> Tensor:
-        pools = self.pools(x, z)
-        for node, (kind, picks, to, scale) in zip(self.nodes, self.wiring, strict=True):
-            y = node(*(pools[kind][k] for k in picks))
-            pools[to].append(y if scale == 1.0 else scale * y)
-        ends = {}
-        for kind in self.kinds:
-            pool = pools[kind]
-            loose = [t for k, t in enumerate(pool) if (kind, k) not in self.used] or pool[:1]
-            ends[kind] = functools.reduce(torch.add, loose)
-        curve = torch.tanh if self.word == "tanh" else torch.sin
-        parts = [ends["vector"] + 0.3 * curve(z)]
-        if "image" in self.kinds:
-            parts.append(curve(ends["image"]).mean((2, 3)))
-        if "sequence" in self.kinds:
-            parts.append(curve(ends["sequence"]).mean(1))
-        return self.alpha * self.head(torch.cat(parts, 1))
+            if not 0.2 < size < 3.0 and 1e-6 < size < 1e30:
+                pools[to].pop()
+                add(to, result, f"{1 / size!r} * {result}")
+        used |= {pool[0] for pool in pools.values() if len(pool) > 1}
+        if not pools:
+            begin("vector")
+        curve, parts, width = "torch.tanh", [], 0
+        if changes:
+            curve = "curve"
+            lines.append('curve = torch.tanh if self.word == "tanh" else torch.sin')
+        for kind, pool in pools.items():
+            loose = [name for name in pool if name not in used] or pool[:1]
+            parts.append(f"{curve}({' + '.join(loose)})" + ".flatten(1)" * (kind != "vector"))
+            width += math.prod(SHAPES[kind])
+        if "vector" not in pools and (direct or "image" not in pools):
+            parts.append("z.sin()")
+            width += 6
+        self.head = nn.Linear(width, 3)
+        joined = f"torch.cat([{', '.join(parts)}], 1)" if len(parts) > 1 else parts[0]
+        lines.append(f"return {'self.alpha * ' * changes}self.head({joined})")
+        self.source = "\n    ".join(["def forward(self, x, z):", *lines])
+        inside = self.source.replace("\n", "\n    ")
+        text = f"def make({', '.join(functions)}):\n    {inside}\n    return forward"
+        made_here: dict[str, Any] = {}
+        exec(compile(text, "<a drawn network>", "exec"), globals(), made_here)
+        self.__class__ = type("Program", (Program,), {"forward": made_here["make"](**functions)})
 
 
 def build(case: Case) -> Program:
     with double(), torch.no_grad():
         torch.manual_seed(case.seed)
-        net = Program(case.steps, *inputs(case, 0), case.tied)
+        direct = case.layout != "plain"
+        net = Program(case.steps, *inputs(case, 0), case.tied, direct, case.attribute)
     return net.train(case.training)
 
 
@@ -416,7 +467,7 @@ class Runner:
         how: dict[str, Any] = {
             "nodes": {"debug": True}, "flat": {"flatten_after": 0}, "gradient": {"flatten_after": 1}
         }.get(case.path, {})  # fmt: skip
-        if case.compiled:
+        if case.compiled and case.way != "step":
             how = {"compile": True}
         self.model: Any = None
         if case.way == "gradient":
@@ -424,6 +475,9 @@ class Runner:
             self.model = db.WithGradient(net, wrt=both, v=self.v(spec), allow_unused=True, **how)
         elif case.path == "backend":
             self.model = torch.compile(net, backend="doubleback")
+        elif case.way == "step":
+            compiler = "inductor" if case.compiled else "eager"
+            self.model = db.compile(written(net, spec, wrt, case.x_grad), compiler=compiler)
         elif case.path != "patch":
             self.model = db.Penalised(
                 net, penalty_of(case, spec), wrt=wrt, allow_unused=True, **how
@@ -454,6 +508,9 @@ class Runner:
                 out, _, penalty = self.model.accumulate(
                     *step.args, step.target, *extras, loss="mse", weight=WEIGHT
                 )
+        elif case.way == "step":
+            loss, out, penalty = self.model(*step.args, *step.spec.extras)
+            loss.backward()
         elif case.way == "gradient":
             out, xi = self.model(*step.args)
             spec = replace(step.spec, p=step.spec.p or _deviation)
@@ -466,8 +523,32 @@ class Runner:
         return collected(net, step, out, penalty)
 
 
+def written(net: Program, spec: Spec, wrt: Any, x_grad: bool) -> Callable:
+    """The whole loss as a function, its derivatives taken inside, for `db.compile`."""
+    places = wrt if isinstance(wrt, tuple) else (wrt,)
+    p = _deviation if spec.kind == "custom" and spec.p is None else spec.p
+    spec = replace(spec, p=p, extras=())
+
+    def loss(x: Tensor, z: Tensor, *extras: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        args = (x, z) if x_grad else (x.detach().requires_grad_(), z.detach().requires_grad_())
+        out = net(*args)
+        if spec.kind == "loss":
+            head, v = oracle.example_losses(spec, out, *extras).sum(), None
+        else:
+            head, v = out, oracle.seed_at_output(spec, out)
+        chosen = [args[i] for i in places]
+        xi = torch.autograd.grad(head, chosen, v, create_graph=True, materialize_grads=True)
+        penalty = oracle.reduced(spec, oracle.per_example(spec, xi))
+        return oracle.total_loss(out, penalty), out, penalty
+
+    return loss
+
+
 def settled(case: Case) -> Case:
     """The case without what its path has no use for."""
+    losses = ("cross entropy", "smoothed", "mse", "bce", "own loss")
+    if case.way == "step" and case.penalty not in (*losses, "output", "one-sided", "sum", "own p"):
+        case = replace(case, penalty=losses[case.seed % len(losses)])
     simple = ("output", "one-sided", "sum", "match", "bilinear", "custom", "own p")
     if case.way == "gradient" and case.penalty not in simple:
         case = replace(case, penalty=simple[case.seed % len(simple)])
@@ -475,7 +556,7 @@ def settled(case: Case) -> Case:
         case = replace(case, penalty="own p")  # its seed would be given the labels
     if case.way == "accumulate":
         case = replace(case, reduction="mean")
-    compiles = case.path == "backend" or case.compiled
+    compiles = case.path == "backend" or case.compiled or case.way == "step"
     if case.dtype != "float64" and (compiles or case.penalty in ("projections", "spectral")):
         case = replace(case, dtype="float64")  # what is drawn differs from dtype to dtype
     return case
@@ -526,37 +607,50 @@ def eager_numbers() -> Any:
 
 def run(case: Case) -> Verdict:
     """All steps of a case against the oracle."""
-    case = settled(case)
-    verdict = Verdict("agrees")
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        try:
-            _run(case, verdict)
-        finally:
-            texts = [str(w.message) for w in said if issubclass(w.category, db.CaptureWarning)]
-            verdict.reasons = [t.splitlines()[0] for t in texts if "autograd" in t]
-            verdict.captured = not verdict.reasons and case.path != "patch"
-    return verdict
+    return run_all([case])[0]
 
 
-def _run(case: Case, verdict: Verdict) -> None:
-    dtype = torch.float32 if case.dtype != "float64" else torch.float64
-    net = build(case)
+def run_all(cases: Sequence[Case]) -> list[Verdict]:
+    """The same of several cases with one network, each from where it began. They share what was
+    captured of it, as models of a user's do."""
+    cases = [settled(case) for case in cases]
+    first = cases[0]
+    dtype = torch.float32 if first.dtype != "float64" else torch.float64
+    net = build(first)
     # a GPU's kernels draw as many numbers as they have threads: the parts of an operator others
-    if net.draws and (dtype != torch.float64 or case.device != "cpu"):
-        verdict.kind = "draws"
-        return
-    net.to(case.device, dtype)
+    if net.draws and (dtype != torch.float64 or first.device != "cpu"):
+        return [Verdict("draws") for _ in cases]
+    net.to(first.device, dtype)
+    twin, start = copy.deepcopy(net).double(), copy.deepcopy(net.state_dict())
+    verdicts = []
+    for case in cases:
+        verdict = Verdict("agrees")
+        verdicts.append(verdict)
+        net.load_state_dict(start)
+        net.requires_grad_()
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            try:
+                _run(case, verdict, net, twin)
+            finally:
+                texts = [str(w.message) for w in said if issubclass(w.category, db.CaptureWarning)]
+                verdict.reasons = [t.splitlines()[0] for t in texts if "autograd" in t]
+                verdict.captured = not verdict.reasons and case.path != "patch"
+    return verdicts
+
+
+def _run(case: Case, verdict: Verdict, net: Program, twin: Program) -> None:
+    dtype = next(iter(net.parameters())).dtype
+    net.alpha, net.word = 1.0, "tanh"
     if case.frozen:
         for p in list(net.parameters())[::2]:
             p.requires_grad_(False)
     runner = Runner(net, case, spec_of(case, 0))
-    twin = copy.deepcopy(net).double()
     optimiser = torch.optim.SGD(net.parameters(), lr=0.01)
     for k in range(len(case.batches)):
         verdict.step = k
         if case.attribute:
-            net.alpha, net.word = 1.0 + 0.25 * k, ("tanh", "sin")[k % 2]
+            net.alpha, net.word = 1.0 + 0.25 * (k % 2), ("tanh", "sin")[k % 2]
         if case.frozen and k == 2:
             for p in net.parameters():
                 p.requires_grad_(True)
@@ -588,7 +682,10 @@ def _run(case: Case, verdict: Verdict) -> None:
         except AssertionError as error:
             verdict.kind, verdict.detail = "wrong", str(error)
             return
-        bad = {n: e for n, e in errors.items() if not e <= limit(case)}
+        bad = {n: e for n, e in errors.items() if not e <= LIMIT[case.dtype]}
+        if bad and any(name == "hardsigmoid" for name, *_ in case.steps):
+            rounded = with_rounded_slope(twin, start, step, truth)
+            bad = {n: e for n, e in bad.items() if not e <= LIMIT[case.dtype] + 2 * rounded[n]}
         if bad:
             shaken = shake(case, net, twin, start, step, truth)
             if truth.penalty.abs().max() < TINY:
@@ -603,11 +700,19 @@ def _run(case: Case, verdict: Verdict) -> None:
         optimiser.step()
 
 
-def limit(case: Case) -> float:
-    """The patch leaves first derivatives as PyTorch has them, and that of hardsigmoid rounds its
-    1/6 to float32."""
-    rounded = case.path == "patch" and any(name == "hardsigmoid" for name, *_ in case.steps)
-    return max(LIMIT[case.dtype], 1e-6 if rounded else 0.0)
+def with_rounded_slope(twin: Program, start: dict, step: Step, truth: Result) -> dict[str, float]:
+    """How far the oracle moves when the slope of hardsigmoid is 1/6 rounded to float32, which it is
+    in PyTorch's own backward in float64 too: under the patch, on autograd, and in what does not
+    depend on the penalised input."""
+    sixth = torch.tensor(1 / 6, dtype=torch.float32).item()
+    load(twin, start)
+    with double(), oracle.twice_differentiable(sixth):
+        return oracle.compare(truth_of(twin, step.fresh(torch.float64), plain=True), truth, FLOOR)
+
+
+def load(twin: Program, start: dict) -> None:
+    """In the oracle's float64."""
+    twin.load_state_dict({n: t.double() if t.is_floating_point() else t for n, t in start.items()})
 
 
 def stock_raises(case: Case, net: Program, start: dict, step: Step) -> bool:
@@ -651,9 +756,7 @@ def shake(
 
     tries = [(1.0, 1), (4.0, 2)] if low else [(1.0, 1)]
     for size, number in tries:
-        twin.load_state_dict(
-            {n: t.double() if t.is_floating_point() else t for n, t in start.items()}
-        )
+        load(twin, start)
         moved = step.fresh(torch.float64, noise=size * EPSILON[case.dtype])
         moved.number += 0 * number
         with double(), contextlib.suppress(Exception):
@@ -713,11 +816,16 @@ def smaller(case: Case) -> Iterator[Case]:
         yield replace(case, batches=(3,) * len(case.batches))
 
 
-def script(case: Case, verdict: Verdict) -> str:
-    """A program that shows the failure, for `PYTHONPATH=src:tests`."""
-    told = ", ".join(
-        f"{n}={getattr(case, n)!r}" for n, d in DEFAULTS.items() if getattr(case, n) != d
-    )
+def script(case: Case, verdict: Verdict, before: Sequence[Case] = ()) -> str:
+    """A program that shows the failure, for `PYTHONPATH=src:tests`. before: cases of the same
+    network without which it does not fail."""
+
+    def told(one: Case) -> str:
+        given = {n: getattr(one, n) for n, d in DEFAULTS.items() if getattr(one, n) != d}
+        words = [str(one.seed), "steps", *(f"{n}={v!r}" for n, v in given.items())]
+        return f"Case({', '.join(words)})"
+
+    known = [f"before_{k}" for k in range(len(before))]
     text = sources()
     shown = [f"    {s!r},  # {text.get(s[0], '')[:70]}".rstrip(" #") for s in case.steps]
     if len(shown) > 12:
@@ -725,12 +833,14 @@ def script(case: Case, verdict: Verdict) -> str:
     return "\n".join(
         [
             f"# {verdict.kind}: {verdict.detail[:150]}",
-            "from support.fuzz import Case, run",
+            "from support.fuzz import Case, run_all",
             "",
             "steps = (",
             *shown,
             ")",
-            f"print(run(Case({case.seed}, steps, {told})))",
+            *(f"{name} = {told(one)}" for name, one in zip(known, before, strict=True)),
+            f"case = {told(case)}",
+            f"print(run_all([{', '.join([*known, 'case'])}])[-1])",
         ]
     )
 

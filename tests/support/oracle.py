@@ -174,10 +174,17 @@ def penalised_inputs(net: nn.Module, args: tuple, kwargs: dict, wrt) -> list[Ten
 
 
 @contextlib.contextmanager
-def twice_differentiable():
+def twice_differentiable(slope: float = 1 / 6):
     """Stock paths that have a second derivative: the math kernel of attention, and hardsigmoid
-    (whose own backward has none, and rounds 1/6 to float32) as a hardtanh, flat at both ends."""
-    hardsigmoid = lambda x, inplace=False: F.hardtanh(x / 6 + 0.5, 0.0, 1.0)  # noqa: E731
+    (whose own backward has none, and rounds 1/6 to float32) as a hardtanh, flat at both ends.
+    slope: what its derivative is taken for, the numbers staying what they are."""
+
+    def hardsigmoid(x, inplace=False):
+        inner = x / 6
+        if slope != 1 / 6:
+            inner = slope * x + (inner - slope * x).detach()
+        return F.hardtanh(inner + 0.5, 0.0, 1.0)
+
     with sdpa_kernel(SDPBackend.MATH), mock.patch.object(F, "hardsigmoid", hardsigmoid):
         yield
 

@@ -122,6 +122,8 @@ plain("dropout", lambda x: F.dropout(x, 0.3))
 plain("round_straight_through", lambda x: x + (x.round() + 0.1 - x).detach())
 plain("noise", lambda x: x * (1 + torch.rand_like(x) / 9) + torch.randn_like(x) / 9)
 plain("bernoulli", lambda x: x * torch.bernoulli(torch.full_like(x, 0.6)))
+plain("bernoulli_share", lambda x: x * torch.bernoulli(x.detach(), 0.6))
+plain("bernoulli_in_place", lambda x: x * torch.empty_like(x).bernoulli_(0.6))
 plain("constants", lambda x: x * x.new_full((1,), 0.9) + torch.ones_like(x) - x.new_ones(()))
 plain("detach", lambda x: x * x.detach().sigmoid())
 

@@ -210,6 +210,10 @@ class _Autograd(TorchFunctionMode):
             )
         if tensors and _writes(name, kwargs):
             self._refuse_hidden(name, kwargs.get("out", tensors[0]), inputs)
+        # Draws in the order of contiguous memory, `x.bernoulli_(p)` in that of x's own: in a
+        # functional program one operator, which the sweeps draw as the latter.
+        if name == "bernoulli" and (len(args) > 1 or "p" in kwargs):
+            args = (args[0].contiguous(), *args[1:])
         result = self._call(func, args, kwargs)
         if not inputs or name in _QUESTIONS:
             return result
@@ -654,8 +658,11 @@ def _dropout_variant(name: str):
     def decomposed(x, p, train):
         if not train or p == 0:
             return x.clone()
-        shape = x.shape[:2] + (1,) * (x.dim() - 2) if "feature" in name else x.shape
-        keep = torch.empty(shape, dtype=x.dtype, device=x.device).bernoulli_(1 - p)
+        if "feature" in name:
+            keep = x.new_empty(x.shape[:2] + (1,) * (x.dim() - 2))
+        else:
+            keep = torch.empty_like(x)  # in the memory's order, which is the order of the draws
+        keep = keep.bernoulli_(1 - p)
         if "alpha" not in name:
             return x * (keep / (1 - p))
         alpha = 1.7580993408473766  # λα of SELU, the value of a dropped unit

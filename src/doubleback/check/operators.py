@@ -105,8 +105,7 @@ class _Sample:
         self.outs = tuple(out) if many else (out,)
         self.call.out = out
         self.call.shape = tuple(self.outs[0].shape)
-        leaves = [t.clone().requires_grad_(f) for t, f in zip(tensors, self.floats, strict=True)]
-        has_derivative = [o.requires_grad for o in self._stock(leaves)]
+        has_derivative = [o.requires_grad for o in self._stock(self._leaves())]
         self.xi = [
             self._random(o) if has else None
             for o, has in zip(self.outs, has_derivative, strict=True)
@@ -124,6 +123,15 @@ class _Sample:
         out = self.call.apply(inputs)
         return tuple(out) if self.call.node.many else (out,)
 
+    def _leaves(self) -> list[Tensor]:
+        """Copies of the inputs that autograd differentiates."""
+        return [t.clone().requires_grad_(f) for t, f in zip(self.inputs, self.floats, strict=True)]
+
+    def _active(self, outs: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """(those that have a derivative, their cotangents)."""
+        pairs = [(o, x) for o, x in zip(outs, self.xi, strict=True) if x is not None]
+        return [o for o, _ in pairs], [x for _, x in pairs]
+
     def _ours(self) -> tuple[Any, Sequence, Sequence]:
         wanted = tuple(self.floats)
         pulled = self.rule.backward(self.call, self._pack(self.xi), wanted)
@@ -135,16 +143,12 @@ class _Sample:
         with torch.no_grad():
             pushed, pulled, bent = self._ours()
         pushed = pushed if self.call.node.many else (pushed,)
-        leaves = [
-            t.clone().requires_grad_(f) for t, f in zip(self.inputs, self.floats, strict=True)
-        ]
+        leaves = self._leaves()
         outs = self._stock(leaves)
-        active = [(o, x) for o, x in zip(outs, self.xi, strict=True) if x is not None]
-        seeds = [x.clone().requires_grad_() for _, x in active]
+        active, xi = self._active(outs)
+        seeds = [x.clone().requires_grad_() for x in xi]
         chosen = [t for t, f in zip(leaves, self.floats, strict=True) if f]
-        pulls = torch.autograd.grad(
-            [o for o, _ in active], chosen, seeds, create_graph=True, allow_unused=True
-        )
+        pulls = torch.autograd.grad(active, chosen, seeds, create_graph=True, allow_unused=True)
         total = sum(
             (g * q).sum()
             for g, q in zip(pulls, (q for q in self.q if q is not None), strict=True)
@@ -187,18 +191,11 @@ class _Sample:
 
     def curving(self) -> dict[str, tuple[Any, Any]]:
         """∂_i∂_jF, by autograd, where `curves(i, j)` says that there is none."""
-        leaves = [
-            t.clone().requires_grad_(f) for t, f in zip(self.inputs, self.floats, strict=True)
-        ]
-        active = [
-            (o, x) for o, x in zip(self._stock(leaves), self.xi, strict=True) if x is not None
-        ]
+        leaves = self._leaves()
+        active, xi = self._active(self._stock(leaves))
         slots = [i for i, f in enumerate(self.floats) if f]
         chosen = [leaves[i] for i in slots]
-        pulls = torch.autograd.grad(
-            [o for o, _ in active], chosen, [x for _, x in active],
-            create_graph=True, allow_unused=True,
-        )  # fmt: skip
+        pulls = torch.autograd.grad(active, chosen, xi, create_graph=True, allow_unused=True)
         pairs: dict[str, tuple[Any, Any]] = {}
         for j, pull in zip(slots, pulls, strict=True):
             q = self.q[j]
@@ -332,13 +329,9 @@ class _Sample:
             for u, q in zip(self.inputs, self.q, strict=True)
         ]
         outs = self._stock(moved)
-        active = [(o, x) for o, x in zip(outs, self.xi, strict=True) if x is not None]
+        active, xi = self._active(outs)
         chosen = [u for u, q in zip(moved, self.q, strict=True) if q is not None]
-        derivatives = iter(
-            torch.autograd.grad(
-                [o for o, _ in active], chosen, [x for _, x in active], allow_unused=True
-            )
-        )
+        derivatives = iter(torch.autograd.grad(active, chosen, xi, allow_unused=True))
         slopes = [None if q is None else next(derivatives) for q in self.q]
         return tuple(o.detach() for o in outs), slopes
 

@@ -29,8 +29,11 @@ from ..capture import mark, part_layers
 from ..errors import CaptureError
 from ..kernels import for_compiler
 from ..patch import patched, supported
+from ..rules import drawn_in_place
 from ..run import boxed, clean, laid_out, no_autocast, sound
 from .region import THROUGH, Layout, RegionCode, Stand, is_random, look, sizes_from
+
+aten = torch.ops.aten
 
 # ------------------------------------------------------------------------------------- a whole loss
 
@@ -114,7 +117,7 @@ def trace_whole(
             for t, on in zip(wrapped, required, strict=False):
                 if on:
                     t.requires_grad_()
-            *results, place, loss = torch.fx.Interpreter(module).run(*wrapped[:count])
+            *results, place, loss = _InOrder(module).run(*wrapped[:count])
             check(loss, gradients)
             wanted = [wrapped[i] for i, on in enumerate(trained) if on]
             grads: Sequence[Tensor | None] = []
@@ -141,8 +144,9 @@ def trace_whole(
         device = next(t.device for t in on_device if isinstance(t, Tensor))
         inputs.append(mode.from_tensor(torch.ones((), device=device), static_shapes=True))
     compiling = compiler == "inductor"
+    table = None if compiling else {aten.bernoulli.p: drawn_in_place}
     with _torch.compile_lock, for_compiler() if compiling else nullcontext():
-        flat = make_fx(run, tracing_mode="symbolic", _allow_non_fake_inputs=True)(*inputs)
+        flat = make_fx(run, table, tracing_mode="symbolic", _allow_non_fake_inputs=True)(*inputs)
     for i in seen["written"]:
         if required[i]:
             raise CaptureError("it writes to a tensor that requires grad in place; clone it first")
@@ -157,6 +161,17 @@ def trace_whole(
     return WholeStep(
         ready, seen["where"], places, tuple(seen["written"]), seen["place"], scaled, halves, device,
     )  # fmt: skip
+
+
+class _InOrder(torch.fx.Interpreter):
+    """`torch.bernoulli(x, p)` draws in the order of contiguous memory, `x.bernoulli_(p)` in that of
+    x's own; both are one operator in a functional program, which is drawn as the latter."""
+
+    def run_node(self, n: torch.fx.Node) -> Any:
+        if n.target in (torch.bernoulli, "bernoulli") and (len(n.args) > 1 or "p" in n.kwargs):
+            x, *rest = self.fetch_args_kwargs_from_env(n)[0]
+            return torch.bernoulli(x.contiguous(), *rest, **n.kwargs)
+        return super().run_node(n)
 
 
 def _by_inductor(flat: torch.fx.GraphModule, mode: Any, inputs: list) -> Callable:
@@ -180,8 +195,6 @@ def _refuse(module: torch.nn.Module) -> None:
 
 # ------------------------------------------------------------------------------- a region in stages
 
-
-aten = torch.ops.aten
 
 PASSES = ("forward", "backward", "tangent", "second", "first")
 
@@ -489,6 +502,11 @@ def _told_apart(graph: torch.fx.Graph, after: Sequence[str]) -> tuple[list[str],
     return [n.name for n in results if n not in late], [n.name for n in results if n in late]
 
 
+# PyTorch's partitioner counts as costly what is read once more long after it was computed. Of four
+# passes most is, and its readers would hold all of it.
+_AGAIN = {"ban_recompute_used_far_apart": False, "ban_recompute_long_fusible_chains": False}
+
+
 def _cut_off(
     graph: torch.fx.Graph, constants: torch.nn.Module, after: Sequence[str],
     before: Sequence[str], last: Sequence[str], inductor: bool,
@@ -514,9 +532,10 @@ def _cut_off(
     if not inductor:
         return _cut_at_uses(copy, list(before), last)
     module = torch.fx.GraphModule(constants, copy)
-    early, late = _torch.min_cut_rematerialization_partition(
-        module, (), num_fwd_outputs=len(before)
-    )
+    with _torch.compile_lock, _torch.functorch_config.patch(_AGAIN):
+        early, late = _torch.min_cut_rematerialization_partition(
+            module, (), num_fwd_outputs=len(before)
+        )
     for part in (early, late):
         for node in part.graph.nodes:
             if node.op == "placeholder":

@@ -25,7 +25,7 @@ from ..counting import Operations, flop_registry, recording
 from ..errors import InputError, PenaltyWarning
 from ..plan import Plan
 from ..rules import add
-from ..run import NEAR, Replay
+from ..run import NEAR, Arrived, Replay
 from .programs import JacobianProgram
 from .strategies import Candidate, Columns, Rows, Segment, Waist, candidates
 
@@ -336,7 +336,7 @@ def _step(program: Any, leaves: dict[int, Tensor], extra: tuple) -> None:
         for v, t in zip(program.plan.outputs, outputs, strict=True)
         if t.is_floating_point()
     }
-    program.last(state, extra, seeds, torch.empty_like(values))
+    program.last(Arrived(state, extra, seeds, torch.empty_like(values)))
 
 
 class SweepPrice(NamedTuple):
@@ -453,7 +453,7 @@ def plan_jacobian(plan: Plan, penalty: Jacobian, debug: bool, replay: Replay) ->
     shortcuts = _shortcuts(candidate, penalty)
     decision = Decision(name, chunk, budget, excluded, shortcuts, prices)
     return JacobianProgram(
-        plan, penalty, debug, replay, candidate=candidate, chunk=[chunk], decision=decision
+        plan, penalty, debug, replay=replay, candidate=candidate, chunk=[chunk], decision=decision
     )
 
 

@@ -12,7 +12,7 @@ of tensors, so it is replayed or compiled like the four sweeps of a single seed.
 from __future__ import annotations
 
 import warnings
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -24,10 +24,10 @@ from torch import Tensor
 from .. import sweeps
 from ..dtypes import accumulation, lifted
 from ..errors import MemoryWarning
-from ..graph import Graph, Node
+from ..graph import Graph
 from ..plan import Plan, Stretch, make_plan
 from ..rules import add
-from ..run import First, FlattenedProgram, FourSweeps, Replay
+from ..run import Arrived, First, FlattenedProgram, Gradients, PhasedSweeps, Replay
 from ..spaces import dual_square
 from .strategies import Candidate, Columns, Sources, Waist, finished, zero
 
@@ -51,49 +51,21 @@ class Swept:
 
 
 @dataclass(frozen=True, eq=False)
-class Phases(FourSweeps, ABC):
+class Phases(PhasedSweeps):
     """What the programs of this module share: the phases `open` and `close`."""
-
-    replay: Replay = field(default_factory=lambda: Replay(False, None))
-
-    @property
-    def for_one_call(self) -> bool:
-        return self.replay.for_one_call
-
-    @property
-    def prelude(self) -> Sequence[Node]:
-        return self.replay.prelude(self.plan)
 
     def to_price(self, replay: Replay) -> Phases:
         return replace(self, debug=False, replay=replay)
 
     def _open(self, leaves: Mapping[int, Tensor]) -> tuple[list[Tensor], dict[int, Tensor], Swept]:
-        leaves = self.replay.leaves(leaves)
-
-        def run(here: Phases, nested: Mapping[int, Tensor]) -> Any:
-            plan = here.plan
-            watch = sweeps.finite_watch(plan) if here.debug else None
-            state = sweeps.forward(plan, here._laid_out(nested), watch)
-            state.values.update(here._shared(state))
-            given = {id(t) for t in nested.values()}
-            fresh = {v: t for v, t in state.values.items() if id(t) not in given}
-            passed = [v for v, t in state.values.items() if id(t) in given]
-            outputs = [
-                t.clone() if id(t) in given else t
-                for t in (here._usual(state.values[v]) for v in plan.outputs)
-            ]
-            mutated = {name: state.values[v] for name, v in plan.mutations.items()}
-            return outputs, mutated, fresh, passed, state.saved
-
-        outputs, mutated, fresh, passed, saved = self.replay(self, "open", run, leaves)
-        values = {**fresh, **{v: leaves[v] for v in passed}}
+        outputs, mutated, values, saved = self._opened(leaves)
         return outputs, mutated, Swept(values, saved, {}, None)
 
     def _close(
         self, swept: Swept, sources: Sources, factor: Tensor | None,
         grads: Mapping[int, Tensor | None], keep: bool, stretches: Sequence[Stretch],
-    ) -> Iterator[list[Tensor | None]]:  # fmt: skip
-        def run(here: Phases, nested: Any) -> Iterator[list[Tensor | None]]:
+    ) -> Iterator[Gradients]:  # fmt: skip
+        def run(here: Phases, nested: Any) -> Iterator[Gradients]:
             values, saved, summed, by, given = nested
             gamma = finished(summed, values)
             if not keep:
@@ -112,14 +84,10 @@ class Phases(FourSweeps, ABC):
         consume = () if keep else (swept.values, swept.saved, sources)
         return self.replay.parts(self, ("close", keep), run, nested, consume, len(stretches) > 1)
 
-    @property
-    def stretches(self) -> Sequence[Stretch]:
-        return self.plan.whole if isinstance(self.replay.compiler, str) else self.plan.stretches
-
     def _last(
-        self, state: Any, extra: Sequence[Any], grad_outputs: Mapping[int, Tensor | None],
-        grad_values: Any, keep: bool, stretches: Sequence[Stretch],
-    ) -> tuple[list[Tensor | None], Iterator[list[Tensor | None]]]:  # fmt: skip
+        self, arrived: Arrived, stretches: Sequence[Stretch]
+    ) -> tuple[Gradients, Iterator[Gradients]]:
+        state, _, grad_outputs, grad_values, keep = arrived
         factor, sources = None, {}
         if grad_values is not None:
             if self.penalty.reduction == "none":
@@ -139,10 +107,6 @@ class Phases(FourSweeps, ABC):
         batch = leaves[self.plan.penalised[0]].shape[0]
         dtype = accumulation(out.dtype).to_real()
         return torch.full((batch,), self._base(batch), dtype=dtype, device=out.device)
-
-    def _shared(self, state: sweeps.State) -> dict[Any, Tensor]:
-        """What every chunk of seeds reads beside the network's values."""
-        return {}
 
     @abstractmethod
     def _again(self, swept: Swept, weight: Tensor) -> Sources:
@@ -167,7 +131,6 @@ class JacobianProgram(Phases):
         return replace(self, plan=self.plan.at(graph), candidate=self.candidate.at(graph))
 
     def first(self, leaves: Mapping[int, Tensor], extra: Sequence[Any], keep: bool = True) -> First:
-        self.replay.tick()
         outputs, mutated, swept = self._open(leaves)
         out = swept.values[self.plan.target]
         counted = isinstance(self.candidate, (Columns, Waist))  # by sizes, not off the output
@@ -262,7 +225,7 @@ class SpectralProgram(Phases):
         pushing = make_plan(
             plan.graph, plan.penalised, plan.target, frozenset(), varying_seed=True, like=plan
         )
-        return cls(plan, penalty, debug, replay, carried=carried, pushing=pushing)
+        return cls(plan, penalty, debug, replay=replay, carried=carried, pushing=pushing)
 
     def at(self, graph: Graph) -> SpectralProgram:
         return replace(self, plan=self.plan.at(graph), pushing=self.pushing.at(graph))
@@ -271,7 +234,6 @@ class SpectralProgram(Phases):
         return replace(self, debug=False, replay=replay, carried={})
 
     def first(self, leaves: Mapping[int, Tensor], extra: Sequence[Any], keep: bool = True) -> First:
-        self.replay.tick()
         outputs, mutated, swept = self._open(leaves)
         out = swept.values[self.plan.target]
         swept.bank = self._direction(swept, out, keep)
@@ -360,7 +322,6 @@ class DirectionsProgram(Phases):
         return replace(self, debug=False, replay=replay, penalty=self.penalty.cheap())
 
     def first(self, leaves: Mapping[int, Tensor], extra: Sequence[Any], keep: bool = True) -> First:
-        self.replay.tick()
         penalty = self.penalty
         outputs, mutated, opened = self._open(leaves)
         swept = Along(opened.values, opened.saved, {}, None)
@@ -375,12 +336,12 @@ class DirectionsProgram(Phases):
         return First(outputs, total, mutated, swept if keep else None)
 
     def _last(
-        self, state: Any, extra: Sequence[Any], grad_outputs: Mapping[int, Tensor | None],
-        grad_values: Any, keep: bool, stretches: Sequence[Stretch],
-    ) -> tuple[list[Tensor | None], Iterator[list[Tensor | None]]]:  # fmt: skip
-        own, swept = super()._last(state, extra, grad_outputs, grad_values, keep, stretches)
-        if self.asked and grad_values is not None:
-            own = self.penalty.own(self.asked, state.q, state.directions, grad_values, *extra)
+        self, arrived: Arrived, stretches: Sequence[Stretch]
+    ) -> tuple[Gradients, Iterator[Gradients]]:
+        own, swept = super()._last(arrived, stretches)
+        state, values = arrived.state, arrived.values
+        if self.asked and values is not None:
+            own = self.penalty.own(self.asked, state.q, state.directions, values, *arrived.extra)
         return own, swept
 
     def _improved(self, swept: Along, bank: tuple[Tensor, ...]) -> tuple[tuple, Tensor | None]:

@@ -33,7 +33,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -401,21 +401,33 @@ def _join(sources: Sources, value: int, part: Tensor | None) -> None:
 
 
 @dataclass(frozen=True, eq=False)
-class Rows:
-    """Cotangents, one per output or direction."""
+class _OneSegment:
+    """What rows and columns of one segment have in common."""
+
+    name: ClassVar[str]
+    divisible: ClassVar[bool] = True
 
     segment: Segment
-    penalty: Jacobian
-    target: int
-    name: str = "rows"
-    divisible: bool = True
 
     @property
     def kind(self) -> tuple:
         return self.name, self.segment.kind
 
-    def at(self, graph: Graph) -> Rows:
+    def at(self, graph: Graph) -> Any:
         return replace(self, segment=self.segment.at(graph))
+
+    def prepare(self, state: sweeps.State) -> dict[Any, Tensor]:
+        return self.segment.prepare(state)
+
+
+@dataclass(frozen=True, eq=False)
+class Rows(_OneSegment):
+    """Cotangents, one per output or direction."""
+
+    name = "rows"
+
+    penalty: Jacobian
+    target: int
 
     @property
     def seeds(self) -> int:
@@ -423,9 +435,6 @@ class Rows:
 
     def bank(self, state: sweeps.State) -> Tensor:
         return self.penalty.bank(state.values[self.target])
-
-    def prepare(self, state: sweeps.State) -> dict[Any, Tensor]:
-        return self.segment.prepare(state)
 
     def part(
         self, state: sweeps.State, bank: Tensor, weight: Tensor | None, sources: Sources
@@ -454,21 +463,13 @@ class Rows:
 
 
 @dataclass(frozen=True, eq=False)
-class Columns:
+class Columns(_OneSegment):
     """Tangents, one per input coordinate; softmax: of the class probabilities of the output."""
 
-    segment: Segment
+    name = "columns"
+
     softmax: bool
     target: int
-    name: str = "columns"
-    divisible: bool = True
-
-    @property
-    def kind(self) -> tuple:
-        return self.name, self.segment.kind
-
-    def at(self, graph: Graph) -> Columns:
-        return replace(self, segment=self.segment.at(graph))
 
     @property
     def seeds(self) -> int:
@@ -476,9 +477,6 @@ class Columns:
 
     def bank(self, state: sweeps.State) -> Tensor:
         return torch.arange(self.seeds, device=state.values[self.target].device)
-
-    def prepare(self, state: sweeps.State) -> dict[Any, Tensor]:
-        return self.segment.prepare(state)
 
     def part(
         self, state: sweeps.State, bank: Tensor, weight: Tensor | None, sources: Sources

@@ -11,6 +11,7 @@ from .attention import (
 from .attention_stock import BITS, CUDNN, EFFICIENT, FLASH, MATH, Dropout, recovered
 from .depthwise import Depthwise, Part, taps_first
 from .launch import (
+    AGAIN,
     BOUNDARY,
     batched,
     being_flattened,
@@ -20,11 +21,20 @@ from .launch import (
     eager,
     for_compiler,
     fusing,
+    had_again,
     library,
     on_cuda,
     opaque,
 )
-from .pointwise import cleared, curvature, fused_curvature, second
+from .pointwise import (
+    cleared,
+    constant_over_places,
+    curvature,
+    fused_curvature,
+    plus_over_places,
+    second,
+    times_over_places,
+)
 from .products import (
     Strided,
     Turned,
@@ -39,6 +49,8 @@ from .standardisation import (
     Groups,
     Point,
     affine,
+    backward_now,
+    batch_norm_now,
     second_now,
     standardise,
     standardise_again,
@@ -48,6 +60,7 @@ from .standardisation import (
 )
 
 __all__ = [
+    "AGAIN",
     "BITS",
     "BOUNDARY",
     "CUDNN",
@@ -67,17 +80,21 @@ __all__ = [
     "attention_forward",
     "attention_second",
     "attention_tangent",
+    "backward_now",
+    "batch_norm_now",
     "batched",
     "being_flattened",
     "boundary",
     "cleared",
     "compiling",
+    "constant_over_places",
     "curvature",
     "direct",
     "eager",
     "for_compiler",
     "fused_curvature",
     "fusing",
+    "had_again",
     "library",
     "local_product",
     "local_transpose",
@@ -85,6 +102,7 @@ __all__ = [
     "on_cuda",
     "opaque",
     "pays",
+    "plus_over_places",
     "recovered",
     "second",
     "second_now",
@@ -95,4 +113,5 @@ __all__ = [
     "statistics",
     "taps_first",
     "times",
+    "times_over_places",
 ]

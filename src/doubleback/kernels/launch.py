@@ -145,6 +145,19 @@ def boundary(tensors: Iterable[Tensor | None]) -> None:
             BOUNDARY(first)
 
 
+library.define("again(Tensor(a!) t) -> ()")
+library.impl("again", lambda t: None, "CompositeExplicitAutograd")
+AGAIN = torch.ops.doubleback.again.default
+
+
+def had_again(tensors: Iterable[Tensor]) -> None:
+    """What was recorded so far is had again from what an earlier graph handed on, one of these
+    tensors among it: each of its readers is to compute it for itself (inductor.py)."""
+    first = next(iter(tensors), None)
+    if _fusing and first is not None:
+        AGAIN(first)
+
+
 # Triton's launches -------------------------------------------------------------------------------
 
 

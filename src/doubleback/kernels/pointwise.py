@@ -368,3 +368,91 @@ def cleared(flat: Tensor, y: Tensor, zero: Tensor | float = 0.0) -> Tensor:
     if y.device.type != "cpu" or launch.fusing():
         return torch.where(flat, zero, y)  # type: ignore[call-overload]
     return aten.hardtanh_backward(y, flat.view(torch.uint8).to(y.dtype), -1, 0.5)
+
+
+# One number per channel, over all places of an image ---------------------------------------------
+#
+# Channels-last, x⊙s and x + s with one s for each example and channel (squeeze-and-excite, the
+# cotangent of a mean over places) are read entry by entry by PyTorch's kernel, with the division
+# that each entry's place takes.
+
+MANY = 1 << 20  # entries from which on that costs more than a launch from here
+
+
+@jit
+def _places_kernel(
+    x_ptr, s_ptr, out_ptr, places, channels, example_stride, channel_stride,
+    TIMES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    example = tl.program_id(1).to(tl.int64)
+    blocks = tl.cdiv(channels, COLUMNS)
+    place = (tl.program_id(0) // blocks) * ROWS + tl.arange(0, ROWS)
+    channel = (tl.program_id(0) % blocks) * COLUMNS + tl.arange(0, COLUMNS)
+    known = channel < channels
+    live = (place < places)[:, None] & known[None, :]
+    at = (example * places + place)[:, None] * channels + channel[None, :]
+    s_at = s_ptr + example * example_stride + channel * channel_stride
+    s = tl.load(s_at, mask=known, other=0).to(ACC)[None, :]
+    x = tl.load(x_ptr + at, mask=live, other=0).to(ACC)
+    tl.store(out_ptr + at, x * s if TIMES else x + s, mask=live)
+
+
+def constant_over_places(x: Tensor, s: Tensor) -> bool:
+    """Whether x is a large channels-last image on a GPU and s has one number per example and
+    channel for it."""
+    if x.dim() not in (4, 5) or s.dim() != x.dim() or not (x.is_cuda and s.is_cuda):
+        return False
+    if x.dtype is not s.dtype or x.dtype not in DTYPES or isinstance(x.numel(), torch.SymInt):
+        return False
+    form = torch.channels_last if x.dim() == 4 else torch.channels_last_3d
+    if x.numel() < MANY or x.is_contiguous() or not x.is_contiguous(memory_format=form):
+        return False
+    sizes = zip(s.shape, x.shape, strict=True)
+    if s.shape[1] != x.shape[1] or any(mine not in (1, its) for mine, its in sizes):
+        return False
+    places = zip(s.shape[2:], s.stride()[2:], strict=True)
+    return all(size == 1 or stride == 0 for size, stride in places)
+
+
+def times_over_places(left: Tensor, right: Tensor) -> Tensor:
+    """left⊙right; by a kernel of its own where one of them is constant over the other's places."""
+    return _over_places(left, right, torch.mul)
+
+
+def plus_over_places(left: Tensor, right: Tensor) -> Tensor:
+    """left + right, likewise."""
+    return _over_places(left, right, torch.add)
+
+
+def _over_places(left: Tensor, right: Tensor, otherwise: Callable) -> Tensor:
+    key = (otherwise, look(left), look(right))
+    plan = planned(_places_plans, key, lambda: _planned_over_places(left, right, otherwise))
+    if plan is None or launch.watched():
+        return otherwise(left, right)
+    turned, go = plan
+    x, s = (right, left) if turned else (left, right)
+    out = torch.empty_like(x)
+    go(x, s, out)
+    return out
+
+
+def _planned_over_places(left: Tensor, right: Tensor, op: Callable) -> tuple[bool, Launch] | None:
+    """Whether the image is the right one, and the launch."""
+    turned = constant_over_places(right, left)
+    x, s = (right, left) if turned else (left, right)
+    if not (turned or constant_over_places(x, s)) or not available():
+        return None
+    examples, channels, *_ = x.shape
+    places = x[0, 0].numel()
+    strides = [0 if s.shape[i] == 1 else s.stride(i) for i in (0, 1)]
+    columns = min(launch.power_of_two(channels), 128)
+    rows = 2048 // columns
+    grid = (triton.cdiv(places, rows) * triton.cdiv(channels, columns), examples)
+    wide = accumulation(x.dtype) == torch.float64
+    return turned, Launch(
+        _places_kernel, grid, (places, channels, *strides), TIMES=op is torch.mul, ROWS=rows,
+        COLUMNS=columns, ACC=tl.float64 if wide else tl.float32,
+    )  # fmt: skip
+
+
+_places_plans: dict[Any, tuple[bool, Launch] | None] = {}

@@ -214,6 +214,8 @@ def standardise_backward(
     fused = eager(xi, x, weight) if fused is None else fused
     mask = [wanted[0], wanted[1] and weight is not None, wanted[2]]
     at = Point.of(groups, x, mean, rstd, weight)
+    if fused and _summed_slowly(groups, x) and launch.available():
+        return standardisation_triton.batch_backward(at, xi, mask)
     if groups.rms and not (fused and x.is_cuda):  # RMS norm's backward kernel is CUDA only
         compute = rms_backward_on_cpu if fused and x.is_cpu else rms_backward_formula
         grads = compute(at.in_statistics_dtype(), xi, mask)
@@ -223,6 +225,17 @@ def standardise_backward(
     dx, dw, db = (g if want else None for g, want in zip(grads, mask, strict=True))
     like = x if weight is None else weight
     return cast(dx, x), cast(dw, like), cast(db, like)
+
+
+LARGE = 1 << 22  # entries from which on a batch norm's sums by PyTorch take longer than a launch
+
+
+def _summed_slowly(groups: Groups, x: Tensor) -> bool:
+    """Whether PyTorch's kernel for the sums is far from the memory's speed: batch norm,
+    channels-last, on a GPU."""
+    if groups.kind != "batch" or not x.is_cuda or isinstance(x.numel(), torch.SymInt):
+        return False
+    return x.numel() >= LARGE and groups.layout(x) != torch.contiguous_format
 
 
 def standardise_second(
@@ -653,12 +666,95 @@ launch.opaque(
 )
 
 
+def _launch_backward(
+    xi: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, wanted: Sequence[bool]
+) -> list[Tensor]:
+    grads = standardise_backward(Groups.batch_norm(), xi, x, mean, rstd, weight, wanted, fused=True)
+    return [g for g in grads if g is not None]
+
+
+def _fake_backward(xi, x, mean, rstd, weight, wanted):
+    shapes = []
+    if wanted[0]:
+        shapes.append(torch.empty_like(x, memory_format=Groups.batch_norm().layout(x)))
+    like = x if weight is None else weight
+    per_channel = (wanted[1] and weight is not None, wanted[2])
+    return shapes + [like.new_empty(x.shape[1]) for want in per_channel if want]
+
+
+launch.opaque(
+    "batch_norm_backward(Tensor xi, Tensor x, Tensor mean, Tensor rstd, Tensor? weight, "
+    "bool[] wanted) -> Tensor[]",
+    _launch_backward,
+    _fake_backward,
+)
+
+
+def _launch_forward(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor | None,
+    running_var: Tensor | None, momentum: float, eps: float,
+) -> list[Tensor]:  # fmt: skip
+    running = None
+    if running_mean is not None and running_var is not None:
+        running = (running_mean, running_var)
+    return standardisation_triton.batch_forward(x, weight, bias, running, momentum, eps)
+
+
+def _fake_forward(x, weight, bias, running_mean, running_var, momentum, eps):
+    per_channel = x.new_empty(x.shape[1], dtype=accumulation(x.dtype))
+    new = [torch.empty_like(t) for t in (running_mean, running_var) if t is not None]
+    return [torch.empty_like(x), per_channel, torch.empty_like(per_channel), *new]
+
+
+launch.opaque(
+    "batch_norm_forward(Tensor x, Tensor? weight, Tensor? bias, Tensor? running_mean, "
+    "Tensor? running_var, float momentum, float eps) -> Tensor[]",
+    _launch_forward,
+    _fake_forward,
+)
+
+
+def batch_norm_now(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, running: Sequence[Tensor],
+    momentum: float, eps: float,
+) -> tuple[Tensor, ...] | None:  # fmt: skip
+    """y, μ, r and the new running statistics of a batch norm in training, by kernels that are
+    quicker than PyTorch's; None where they are not."""
+    if launch.fusing() or not _summed_slowly(Groups.batch_norm(), x) or not launch.available():
+        return None
+    if not (_recorded(x) or eager(x, weight, bias)):
+        return None
+    run = torch.ops.doubleback.batch_norm_forward if _recorded(x) else _launch_forward
+    mean, var = running or (None, None)
+    return tuple(run(x, weight, bias, mean, var, momentum, eps))
+
+
+def _recorded(x: Tensor) -> bool:
+    """Whether kernels are recorded now, each as one operator."""
+    return launch.being_flattened() and launch.on_cuda(x) and not launch.fusing()
+
+
+def backward_now(
+    groups: Groups, xi: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor,
+    weight: Tensor | None, wanted: Sequence[bool],
+) -> Three:  # fmt: skip
+    """`standardise_backward` in the form that the sweeps need now."""
+    if not (_recorded(x) and _summed_slowly(groups, x)):
+        return standardise_backward(
+            groups, xi, x, mean, rstd, weight, wanted, fused=not launch.fusing()
+        )
+    mask = (wanted[0], wanted[1] and weight is not None, wanted[2])
+    grads = iter(torch.ops.doubleback.batch_norm_backward(xi, x, mean, rstd, weight, list(mask)))
+    dx, dw, db = (next(grads) if want else None for want in mask)
+    return dx, dw, db
+
+
 def second_now(
     groups: Groups, xi: Tensor | None, q: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor,
     weight: Tensor | None, wanted: Sequence[bool], tangent: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """`standardise_second` in the form that the sweeps need now."""
-    if not (launch.being_flattened() and launch.on_cuda(x) and not launch.fusing()):
+    if not _recorded(x):
         return standardise_second(
             groups, xi, q, x, mean, rstd, weight, wanted, tangent, fused=not launch.fusing()
         )

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 LONGEST = 8192  # entries of a row that is kept in registers: more of them spill
 TILE = 2048  # entries that a program holds at a time, where it can choose
+AT_ONCE = 4  # tiles that a program which sums asks memory for at the same time
 RESIDENT = 12  # programs per multiprocessor that loop: whole rounds of the 2 or 3 that fit
 
 
@@ -123,9 +124,12 @@ def sums_kernel(
     example_stride, channel_stride, entry_stride, inner, per_set, channels_per_group, parts,
     CHANNELS: tl.constexpr, ENTRIES: tl.constexpr, ACC: tl.constexpr, RMS: tl.constexpr,
     AFFINE: tl.constexpr, PER_ENTRY: tl.constexpr, TANGENT: tl.constexpr, SOURCE: tl.constexpr,
-    WEIGHTED: tl.constexpr,
+    WEIGHTED: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """Σq, Σq⊙x̂, Σξ, Σξ⊙x̂, Σξ⊙q over cells; with a weight per entry, w⊙ξ in place of ξ."""
+    """Σq, Σq⊙x̂, Σξ, Σξ⊙x̂, Σξ⊙q over cells; with a weight per entry, w⊙ξ in place of ξ.
+
+    A program asks for AT_ONCE tiles before it sums the first, since memory is slow to answer.
+    """
     blocks = tl.cdiv(channels, CHANNELS)
     part, rest = tl.program_id(0) % parts, tl.program_id(0) // parts
     block, which = rest % blocks, rest // blocks
@@ -144,25 +148,27 @@ def sums_kernel(
     xi_x = tl.zeros((CHANNELS, ENTRIES), ACC)
     xi_q = tl.zeros((CHANNELS, ENTRIES), ACC)
     chunks = tl.cdiv(entries, ENTRIES)
-    for item in range(part, inner * chunks, parts):
-        example = (which * inner + item // chunks).to(tl.int64)
-        start = (item % chunks) * ENTRIES
-        live = known[:, None] & (start + span < entries)[None, :]
-        corner = example * example_stride + start.to(tl.int64) * entry_stride
-        at = corner + block.to(tl.int64) * CHANNELS * channel_stride + local
-        x = tl.load(x_ptr + at, mask=live, other=0).to(ACC)
-        q = tl.load(q_ptr + at, mask=live, other=0).to(ACC)
-        x_hat = tl.where(live, (x - mean) * r, 0)
-        q_1 += q
-        q_x += q * x_hat
-        if SOURCE or WEIGHTED:
-            xi = tl.load(xi_ptr + at, mask=live, other=0).to(ACC)
-            if AFFINE and PER_ENTRY:
-                at_w = start + span
-                xi *= tl.load(w_ptr + at_w, mask=at_w < entries, other=0).to(ACC)[None, :]
-            xi_1 += xi
-            xi_x += xi * x_hat
-            xi_q += xi * q
+    for first in range(part, inner * chunks, parts * AT_ONCE):
+        for ahead in tl.static_range(AT_ONCE):
+            item = first + ahead * parts
+            example = (which * inner + item // chunks).to(tl.int64)
+            start = (item % chunks) * ENTRIES
+            live = known[:, None] & ((start + span < entries) & (item < inner * chunks))[None, :]
+            corner = example * example_stride + start.to(tl.int64) * entry_stride
+            at = corner + block.to(tl.int64) * CHANNELS * channel_stride + local
+            x = tl.load(x_ptr + at, mask=live, other=0).to(ACC)
+            q = tl.load(q_ptr + at, mask=live, other=0).to(ACC)
+            x_hat = tl.where(live, (x - mean) * r, 0)
+            q_1 += q
+            q_x += q * x_hat
+            if SOURCE or WEIGHTED:
+                xi = tl.load(xi_ptr + at, mask=live, other=0).to(ACC)
+                if AFFINE and PER_ENTRY:
+                    at_w = start + span
+                    xi *= tl.load(w_ptr + at_w, mask=at_w < entries, other=0).to(ACC)[None, :]
+                xi_1 += xi
+                xi_x += xi * x_hat
+                xi_q += xi * q
     cell = (which * channels + channel).to(tl.int64) * parts + part
     tl.store(sums_ptr + cell, tl.sum(q_1, 1), mask=known)
     tl.store(sums_ptr + plane + cell, tl.sum(q_x, 1), mask=known)
@@ -178,9 +184,12 @@ def combine_kernel(
     parts, m,
     CHANNELS: tl.constexpr, PARTS: tl.constexpr, ACC: tl.constexpr, RMS: tl.constexpr,
     AFFINE: tl.constexpr, PER_ENTRY: tl.constexpr, TANGENT: tl.constexpr, SOURCE: tl.constexpr,
-    WEIGHTED: tl.constexpr,
+    WEIGHTED: tl.constexpr, TOTALS: tl.constexpr,
 ):  # fmt: skip
-    """mean(q), c, mean(g), a, φ of one group, and s_w of its channels."""
+    """mean(q), c, mean(g), a, φ of one group, and s_w of its channels.
+
+    With TOTALS, Σq⊙x̂ and Σq of each group go where s_w would.
+    """
     group = tl.program_id(0)
     groups = tl.num_programs(0)
     first = (group % per_set) * channels_per_group
@@ -215,6 +224,9 @@ def combine_kernel(
     a = tl.sum(g_x, 0) / m
     tl.store(values_ptr + group, mean_q)
     tl.store(values_ptr + groups + group, c)
+    if TOTALS:
+        tl.store(s_w_ptr + group, tl.sum(q_x, 0))
+        tl.store(s_w_ptr + groups + group, tl.sum(q_1, 0))
     if SOURCE:
         tl.store(values_ptr + 2 * groups + group, mean_g)
         tl.store(values_ptr + 3 * groups + group, a)
@@ -293,6 +305,114 @@ def apply_kernel(
         tl.store(s_w_ptr + at_w, tl.sum(total, 0), mask=entry < entries)
 
 
+# Batch norm itself, channels-last: x is seen as (entries, channels) ------------------------------
+
+
+@jit
+def moments_kernel(
+    x_ptr, moments_ptr, plane, entries, channels, parts,
+    CHANNELS: tl.constexpr, ENTRIES: tl.constexpr, ACC: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """Number, mean and sum of squared deviations of each part of each channel.
+
+    Every place of the tile has its own running mean (Welford), and the places are put together at
+    the end, so that a large mean beside a small deviation loses no digits.
+    """
+    part, block = tl.program_id(0) % parts, tl.program_id(0) // parts
+    channel = block * CHANNELS + tl.arange(0, CHANNELS)
+    known = channel < channels
+    span = tl.arange(0, ENTRIES)
+    count = tl.zeros((1, ENTRIES), ACC)
+    mean = tl.zeros((CHANNELS, ENTRIES), ACC)
+    squares = tl.zeros((CHANNELS, ENTRIES), ACC)
+    chunks = tl.cdiv(entries, ENTRIES)
+    for first in range(part, chunks, parts * AT_ONCE):
+        for ahead in tl.static_range(AT_ONCE):
+            entry = (first + ahead * parts) * ENTRIES + span
+            there = (entry < entries)[None, :]
+            live = known[:, None] & there
+            at = entry.to(tl.int64)[None, :] * channels + channel[:, None]
+            x = tl.load(x_ptr + at, mask=live, other=0).to(ACC)
+            count += there.to(ACC)
+            off = tl.where(live, x - mean, 0)
+            mean += off / tl.maximum(count, 1)
+            squares += off * tl.where(live, x - mean, 0)
+    number = tl.sum(count, 1)
+    whole = tl.sum(count * mean, 1) / tl.maximum(number, 1)
+    apart = mean - whole[:, None]
+    squared = tl.sum(squares + count * apart * apart, 1)
+    cell = channel.to(tl.int64) * parts + part
+    tl.store(moments_ptr + cell, number + tl.zeros((CHANNELS,), ACC), mask=known)
+    tl.store(moments_ptr + plane + cell, whole, mask=known)
+    tl.store(moments_ptr + 2 * plane + cell, squared, mask=known)
+
+
+@jit
+def statistics_kernel(
+    moments_ptr, old_mean_ptr, old_var_ptr, mean_ptr, rstd_ptr, new_mean_ptr, new_var_ptr,
+    plane, channels, parts, momentum, momentum_rest, eps, eps_rest,
+    CHANNELS: tl.constexpr, PARTS: tl.constexpr, ACC: tl.constexpr, RUNNING: tl.constexpr,
+):  # fmt: skip
+    """μ and r from the moments of all parts; running statistics moved towards them.
+
+    Triton takes numbers in float32: what that leaves of momentum and ε comes beside them.
+    """
+    momentum = tl.cast(momentum, ACC) + tl.cast(momentum_rest, ACC)
+    eps = tl.cast(eps, ACC) + tl.cast(eps_rest, ACC)
+    channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
+    known = channel < channels
+    base = moments_ptr + channel.to(tl.int64)[:, None] * parts
+    number = tl.zeros((CHANNELS,), ACC)
+    total = tl.zeros((CHANNELS,), ACC)
+    for begin in range(0, parts, PARTS):
+        part = begin + tl.arange(0, PARTS)[None, :]
+        live = known[:, None] & (part < parts)
+        n = tl.load(base + part, mask=live, other=0)
+        number += tl.sum(n, 1)
+        total += tl.sum(n * tl.load(base + plane + part, mask=live, other=0), 1)
+    number = tl.maximum(number, 1)
+    mean = total / number
+    squares = tl.zeros((CHANNELS,), ACC)
+    for begin in range(0, parts, PARTS):
+        part = begin + tl.arange(0, PARTS)[None, :]
+        live = known[:, None] & (part < parts)
+        n = tl.load(base + part, mask=live, other=0)
+        apart = tl.load(base + plane + part, mask=live, other=0) - mean[:, None]
+        squares += tl.sum(tl.load(base + 2 * plane + part, mask=live, other=0), 1)
+        squares += tl.sum(n * apart * apart, 1)
+    tl.store(mean_ptr + channel, mean, mask=known)
+    tl.store(rstd_ptr + channel, 1 / tl.sqrt(squares / number + eps), mask=known)
+    if RUNNING:
+        old = tl.load(old_mean_ptr + channel, mask=known, other=0).to(ACC)
+        tl.store(new_mean_ptr + channel, old + momentum * (mean - old), mask=known)
+        old = tl.load(old_var_ptr + channel, mask=known, other=0).to(ACC)
+        unbiased = squares / tl.maximum(number - 1, 1)
+        tl.store(new_var_ptr + channel, old + momentum * (unbiased - old), mask=known)
+
+
+@jit
+def normalise_kernel(
+    x_ptr, mean_ptr, rstd_ptr, w_ptr, b_ptr, y_ptr, entries, channels,
+    CHANNELS: tl.constexpr, ENTRIES: tl.constexpr, ACC: tl.constexpr, WEIGHT: tl.constexpr,
+    BIAS: tl.constexpr,
+):  # fmt: skip
+    """y = w⊙(x − μ)r + b."""
+    chunks = tl.cdiv(entries, ENTRIES)
+    channel = (tl.program_id(0) // chunks) * CHANNELS + tl.arange(0, CHANNELS)
+    entry = (tl.program_id(0) % chunks) * ENTRIES + tl.arange(0, ENTRIES)
+    known = channel < channels
+    live = known[:, None] & (entry < entries)[None, :]
+    at = entry.to(tl.int64)[None, :] * channels + channel[:, None]
+    mean = tl.load(mean_ptr + channel, mask=known, other=0).to(ACC)[:, None]
+    scale = tl.load(rstd_ptr + channel, mask=known, other=0).to(ACC)[:, None]
+    if WEIGHT:
+        scale *= tl.load(w_ptr + channel, mask=known, other=0).to(ACC)[:, None]
+    y = (tl.load(x_ptr + at, mask=live, other=0).to(ACC) - mean) * scale
+    if BIAS:
+        y += tl.load(b_ptr + channel, mask=known, other=0).to(ACC)[:, None]
+    tl.store(y_ptr + at, y, mask=live)
+
+
 # Launching ---------------------------------------------------------------------------------------
 
 
@@ -308,6 +428,7 @@ class _Kind(NamedTuple):
     tangent: bool
     source: bool
     weighted: bool  # s_w is wanted
+    totals: bool = False  # Σq⊙x̂ and Σq are wanted, in the weight's dtype
 
     @property
     def accumulator(self) -> torch.dtype:
@@ -362,8 +483,9 @@ class _StandardisationPlan(NamedTuple):
 
     @classmethod
     def of(
-        cls, at: "Point", xi: Tensor | None, q: Tensor, mask: Sequence[bool]
+        cls, at: "Point", xi: Tensor | None, q: Tensor, wanted: Sequence[bool]
     ) -> "_StandardisationPlan":
+        """wanted: t_y, s_x, s_w, and whether totals are."""
         groups, x = at.groups, at.x
         if groups.kind == "channels":
             groups.per_example(x)  # says which channels do not divide
@@ -374,7 +496,7 @@ class _StandardisationPlan(NamedTuple):
         laid = x.contiguous(memory_format=form)
         kind = _Kind(
             groups, tuple(x.shape), laid.is_contiguous(), x.dtype, x.device,
-            at.weight is not None, *mask,
+            at.weight is not None, *wanted,
         )  # fmt: skip
         return cls(form, copies, (_one_pass if _are_short_rows(kind) else _two_passes)(kind))
 
@@ -384,19 +506,109 @@ _plans: dict[Any, _StandardisationPlan] = {}
 
 def second(at: "Point", xi: Tensor | None, q: Tensor, mask: Sequence[bool]) -> "Three":
     """(t_y, s_x, s_w) as in `standardise_second`; `mask` says which are wanted."""
+    t_y, s_x, s_w = _launched(at, xi, q, (*mask, False))
+    if s_w is not None and at.weight is not None:
+        s_w = s_w[0] if s_w.shape[0] == 1 else s_w.sum(0)
+        s_w = s_w.view(at.weight.shape).to(at.weight.dtype)
+    return t_y, s_x, s_w
+
+
+def batch_backward(at: "Point", xi: Tensor, mask: Sequence[bool]) -> "Three":
+    """(dx, dw, db) of a batch norm; `mask` says which are wanted. Its weight is constant on each
+    group, so that dx = rP(w⊙ξ) = w⊙rP(ξ) is the tangent along ξ."""
+    dx, _, totals = _launched(at, None, xi, (mask[0], False, False, mask[1] or mask[2]))
+    dw, db = (None, None) if totals is None else totals
+    return dx, dw if mask[1] else None, db if mask[2] else None
+
+
+class _Forward(NamedTuple):
+    """The three launches of a batch norm, and the shape of what the first two share."""
+
+    moments: Launch
+    statistics: Launch
+    normalise: Launch
+    shape: tuple[int, int, int]
+    accumulator: torch.dtype
+
+
+def _two_parts(number: float) -> tuple[float, float]:
+    """A number in float32, and the rest."""
+    head = torch.tensor(number, dtype=torch.float32).item()
+    return head, number - head
+
+
+def _planned_forward(
+    x: Tensor, w: Tensor | None, b: Tensor | None, running: bool, momentum: float, eps: float
+) -> _Forward:
+    channels = x.shape[1]
+    entries = x.numel() // channels
+    accumulator = accumulation(x.dtype)
+    acc = {"ACC": tl.float64 if accumulator == torch.float64 else tl.float32}
+    span = min(power_of_two(channels), 64)
+    tile = {"CHANNELS": span, "ENTRIES": max(1, TILE // span), "num_warps": 4, **acc}
+    blocks, chunks = triton.cdiv(channels, span), triton.cdiv(entries, tile["ENTRIES"])
+    programs = resident(x.device, RESIDENT)
+    parts = max(1, min(triton.cdiv(chunks, AT_ONCE), triton.cdiv(programs, blocks)))
+    few = {"CHANNELS": 4, "PARTS": min(power_of_two(parts), 256), "RUNNING": running, **acc}
+    return _Forward(
+        Launch(
+            moments_kernel, (blocks * parts,), (channels * parts, entries, channels, parts),
+            AT_ONCE=AT_ONCE, **tile,
+        ),
+        Launch(
+            statistics_kernel, (triton.cdiv(channels, 4),),
+            (channels * parts, channels, parts, *_two_parts(momentum), *_two_parts(eps)), **few,
+        ),
+        Launch(
+            normalise_kernel, (blocks * chunks,), (entries, channels), WEIGHT=w is not None,
+            BIAS=b is not None, **tile,
+        ),
+        (3, channels, parts),
+        accumulator,
+    )  # fmt: skip
+
+
+_forward_plans: dict[Any, _Forward] = {}
+
+
+def batch_forward(
+    x: Tensor,
+    w: Tensor | None,
+    b: Tensor | None,
+    running: tuple[Tensor, Tensor] | None,
+    momentum: float,
+    eps: float,
+) -> list[Tensor]:
+    """y, μ, r and, where there are running statistics, the new ones; x is channels-last."""
+    w, b = (None if t is None else t.contiguous() for t in (w, b))
+    old = (None, None) if running is None else tuple(t.contiguous() for t in running)
+    key = (*map(look, (x, w, b, *old)), momentum, eps)
+    plan = planned(
+        _forward_plans,
+        key,
+        lambda: _planned_forward(x, w, b, running is not None, momentum, eps),
+    )
+    moments = x.new_empty(plan.shape, dtype=plan.accumulator)
+    mean, rstd = (x.new_empty(x.shape[1], dtype=plan.accumulator) for _ in range(2))
+    new = [None if t is None else torch.empty_like(t) for t in old]
+    y = torch.empty_like(x)
+    plan.moments(x, moments)
+    plan.statistics(moments, *old, mean, rstd, *new)
+    plan.normalise(x, mean, rstd, w, b, y)
+    return [y, mean, rstd, *(t for t in new if t is not None)]
+
+
+def _launched(at: "Point", xi: Tensor | None, q: Tensor, wanted: tuple[bool, ...]) -> "Three":
+    """t_y, s_x, and s_w's parts or the totals."""
     groups, x, mean, rstd, weight = at
-    key = (groups, *mask, *map(look, (xi, q, x, mean, rstd, weight)))
-    plan = planned(_plans, key, lambda: _StandardisationPlan.of(at, xi, q, mask))
+    key = (groups, *wanted, *map(look, (xi, q, x, mean, rstd, weight)))
+    plan = planned(_plans, key, lambda: _StandardisationPlan.of(at, xi, q, wanted))
     if plan.copies:
         x, q, xi = (t if t is None else t.contiguous(memory_format=plan.form) for t in (x, q, xi))  # type: ignore[misc]
         mean, rstd, weight = (t if t is None else t.contiguous() for t in (mean, rstd, weight))  # type: ignore[misc]
-    t_y = torch.empty_like(x) if mask[0] else None
-    s_x = torch.empty_like(x) if mask[1] else None
-    s_w = plan.run(_Call(xi, q, x, mean, rstd, weight, t_y, s_x))
-    if s_w is not None and weight is not None:
-        s_w = s_w[0] if s_w.shape[0] == 1 else s_w.sum(0)
-        s_w = s_w.view(weight.shape).to(weight.dtype)
-    return t_y, s_x, s_w
+    t_y = torch.empty_like(x) if wanted[0] else None
+    s_x = torch.empty_like(x) if wanted[1] else None
+    return t_y, s_x, plan.run(_Call(xi, q, x, mean, rstd, weight, t_y, s_x))
 
 
 def _are_short_rows(kind: _Kind) -> bool:
@@ -407,10 +619,12 @@ def _are_short_rows(kind: _Kind) -> bool:
 
 
 def _empty_sums(kind: _Kind, call: _Call, shape: tuple[int, int] | None) -> Tensor | None:
-    """For the parts of s_w; a single part is s_w itself."""
-    if shape is None or call.weight is None:
+    """For the parts of s_w, of which a single one is s_w itself, or for the totals."""
+    if shape is None:
         return None
-    return call.x.new_empty(shape, dtype=call.weight.dtype if shape[0] == 1 else kind.accumulator)
+    like = call.x if call.weight is None else call.weight
+    whole = shape[0] == 1 or kind.totals
+    return call.x.new_empty(shape, dtype=like.dtype if whole else kind.accumulator)
 
 
 # One pass ----------------------------------------------------------------------------------------
@@ -513,7 +727,7 @@ def _passes(kind: _Kind) -> _Passes:
     sets, per_set = ext.examples // inner, ext.channels // channels_per_group
     blocks = triton.cdiv(ext.channels, ext.tile_channels)
     chunks = triton.cdiv(ext.entries, ext.tile_entries)
-    parts = min(inner * chunks, triton.cdiv(programs, sets * blocks))
+    parts = min(triton.cdiv(inner * chunks, AT_ONCE), triton.cdiv(programs, sets * blocks))
     at_once = min(power_of_two(channels_per_group), 16)
     combination = (ext.channels, per_set, channels_per_group, parts, kind.group_size)
     tile = {"CHANNELS": at_once, "PARTS": min(power_of_two(parts), 1024 // at_once)}
@@ -523,16 +737,18 @@ def _passes(kind: _Kind) -> _Passes:
         s_w = (repeats, ext.entries)
     elif kind.weighted:
         s_w = (sets, ext.channels)
+    elif kind.totals:
+        s_w = (2, sets * per_set)
     return _Passes(
         shape=(*ext[:6], inner, per_set, channels_per_group),
         sums=(5 if kind.source or kind.weighted else 2, sets * ext.channels, parts),
         groups=sets * per_set,
         s_w=s_w,
         cells=(sets * blocks * parts, parts),
-        combination=(combination, {**tile, **kind.flags}),
+        combination=(combination, {**tile, **kind.flags, "TOTALS": kind.totals}),
         entries=(blocks * chunks * repeats, repeats),
         constants={
-            "CHANNELS": ext.tile_channels, "ENTRIES": ext.tile_entries, "num_warps": 8,
+            "CHANNELS": ext.tile_channels, "ENTRIES": ext.tile_entries, "num_warps": 4,
             **kind.flags,
         },
     )  # fmt: skip
@@ -544,7 +760,7 @@ def _two_passes(kind: _Kind) -> Callable[[_Call], Tensor | None]:
     plane = plan.sums[1] * plan.sums[2]
     programs, parts = plan.cells
     numbers = (plane, *plan.shape, parts)
-    sum_up = Launch(sums_kernel, (programs,), numbers, **plan.constants)
+    sum_up = Launch(sums_kernel, (programs,), numbers, AT_ONCE=AT_ONCE, **plan.constants)
     numbers, constants = plan.combination
     combine = Launch(combine_kernel, (plan.groups,), (plane, *numbers), **constants)
     apply = None

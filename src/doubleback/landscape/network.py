@@ -23,12 +23,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._torch import BatchNorm, pytree
+from .._torch import BatchNorm
 from ..capture import find_graph
 from ..errors import InputError, NotPiecewiseLinearError, OutputChoiceError
 from ..graph import Graph, Meta, Node, Ref, draws, map_refs
 from ..operators import is_plain
-from ..rules import Call, Rule, Structure, find_rule
+from ..rules import Call, Rule, Structure, find_rule, vmap_nested
 
 aten = torch.ops.aten
 
@@ -70,31 +70,8 @@ class Network:
 
 
 def mapped(fn: Callable[..., Any], rows: Any, shared: Any = None) -> Any:
-    """fn(rows, shared) with every tensor in `rows` cut along its first axis; trees in, trees out.
-
-    None is passed through on both sides. Without a tensor in `rows`, fn is called once.
-    """
-    leaves, spec = pytree.tree_flatten(rows)
-    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-    if not places:
-        return fn(rows, shared)
-    form: list[Any] = []
-
-    def one(*tensors: Tensor) -> tuple[Tensor, ...]:
-        filled = list(leaves)
-        for place, tensor in zip(places, tensors, strict=True):
-            filled[place] = tensor
-        results, out_spec = pytree.tree_flatten(fn(pytree.tree_unflatten(filled, spec), shared))
-        kept = [i for i, item in enumerate(results) if isinstance(item, Tensor)]
-        form[:] = [out_spec, kept, len(results)]
-        return tuple(results[i] for i in kept)
-
-    mapped_over = torch.vmap(one)(*(leaves[i] for i in places))
-    out_spec, kept, count = form
-    results: list[Any] = [None] * count
-    for place, tensor in zip(kept, mapped_over, strict=True):
-        results[place] = tensor
-    return pytree.tree_unflatten(results, out_spec)
+    """fn(rows, shared) with every tensor in `rows` cut along its first axis."""
+    return vmap_nested(lambda part: fn(part, shared), rows)
 
 
 # --------------------------------------------------------------------------- construction

@@ -22,7 +22,7 @@ from ..rules import softmax_curvature, softmax_derivative
 from ..run import Replay, Request
 from ..spaces import Euclidean, dual_square, per_example
 from .losses import Norm, NormLike, Reduction, SquaredNorm
-from .one_seed import Penalty
+from .one_seed import Penalty, check_generator, check_whole, each, shapes_of
 
 # ------------------------------------------------------------------------------- the whole Jacobian
 
@@ -79,10 +79,7 @@ class Jacobian(Penalty):
         if plan not in PLANS:
             raise InputError(f"plan must be one of {PLANS}, not {plan!r}")
         for name, given in (("projections", projections), ("chunk", chunk), ("memory", memory)):
-            if given is not None and (isinstance(given, bool) or not isinstance(given, int)):
-                raise InputError(f"{name} must be an int or None, not {given!r}")
-            if given is not None and given < 1:
-                raise InputError(f"{name} must be at least 1, not {given}")
+            check_whole(name, given, 1, or_none=True)
         if of == "softmax" and entries is not None:
             raise InputError('of="softmax" penalises all class probabilities; leave entries out')
         if projections is not None and entries not in (None, "all"):
@@ -227,10 +224,7 @@ class Jacobian(Penalty):
         if self.projections is not None:
             most = math.prod(shape[1:]) - (self.of == "softmax")
             if self.projections > most:
-                raise InputError(
-                    f"projections={self.projections} exceeds the {most} directions of an output "
-                    f"of shape {shape}; projections=None is exact and no dearer"
-                )
+                raise _too_many(self.projections, most, shape)
         elif not self.whole:
             _entries(self.entries, shape)
 
@@ -278,8 +272,7 @@ class SpectralNorm(Penalty):
         self.domain = domain if domain is not None else Euclidean()
         self.codomain = codomain if codomain is not None else Euclidean()
         super().__init__(norm if norm is not None else Norm(self.domain), reduction)
-        if isinstance(iterations, bool) or not isinstance(iterations, int) or iterations < 0:
-            raise InputError(f"iterations must be an int, at least 0, not {iterations!r}")
+        check_whole("iterations", iterations, 0)
         if iterations == 0 and not warm_start:
             raise InputError("iterations=0 without warm_start measures J along a random direction")
         _check_hilbert(self.domain, "SpectralNorm", "domain")
@@ -405,6 +398,13 @@ def _check_hilbert(space: Any, penalty: str, name: str) -> None:
         )
 
 
+def _too_many(projections: int, most: int, shape: tuple[int, ...]) -> InputError:
+    return InputError(
+        f"projections={projections} exceeds the {most} directions of an output of shape {shape}; "
+        "projections=None is exact and no dearer"
+    )
+
+
 def helmert(size: int, dtype: torch.dtype, device: Any) -> Tensor:
     """An orthonormal basis of the vectors whose entries sum to zero, (size − 1, size):
     row i is (1, …, 1, −i, 0, …, 0)/√(i(i+1)), i ones."""
@@ -478,13 +478,9 @@ class Directions(Penalty):
         generator: torch.Generator | None,
     ) -> None:
         super().__init__(norm, reduction)
-        for name, given in (("projections", projections), ("chunk", chunk)):
-            if given is not None and (isinstance(given, bool) or not isinstance(given, int)):
-                raise InputError(f"{name} must be an int or None, not {given!r}")
-            if given is not None and given < 1:
-                raise InputError(f"{name} must be at least 1, not {given}")
-        if generator is not None and not isinstance(generator, torch.Generator):
-            raise InputError(f"generator must be a torch.Generator, not {generator!r}")
+        check_whole("projections", projections, 1, or_none=True)
+        check_whole("chunk", chunk, 1, or_none=True)
+        check_generator(generator)
         self.projections, self.chunk, self.generator = projections, chunk, generator
         self.told = False
 
@@ -514,7 +510,7 @@ class Directions(Penalty):
         return request.phased(make, self.fingerprint() is not None, False)
 
     def _program(self, plan: Plan, request: Request, replay: Replay) -> DirectionsProgram:
-        return DirectionsProgram(plan, self, request.debug, replay, asked=request.asked)
+        return DirectionsProgram(plan, self, request.debug, replay=replay, asked=request.asked)
 
     def count(self, out_shape: Sequence[int]) -> int:
         """How many directions there are."""
@@ -637,14 +633,12 @@ class JacobianMatch(Directions):
     def _targets(self, seeds: Tensor, target: Any) -> list[Tensor]:
         """T*v⟨i⟩ for every direction, one tensor for each input."""
         if callable(target):
-            pulled = [target(v) for v in seeds]
-            pulled = [p if isinstance(p, (tuple, list)) else (p,) for p in pulled]
+            pulled = [each(target(v)) for v in seeds]
             return [torch.stack(list(parts)) for parts in zip(*pulled, strict=True)]
-        targets = target if isinstance(target, (tuple, list)) else (target,)
         size = math.prod(seeds.shape[2:])
         flat = seeds.reshape(*seeds.shape[:2], size)
         parts = []
-        for t in targets:
+        for t in each(target):
             batch, one = t.shape[0], t.shape[seeds.dim() - 1 :]
             rows = t.reshape(batch, size, -1)
             if self.projections is None:
@@ -677,7 +671,7 @@ class JacobianMatch(Directions):
         self, asked: Sequence[int], q: Sequence[Tensor], bank: Bank, weights: Tensor, *extra: Any
     ) -> list[Tensor | None]:
         """∂R/∂T = −Σ_i v⟨i⟩ ⊗ ∇p⟨i⟩."""
-        targets = extra[0] if isinstance(extra[0], (tuple, list)) else (extra[0],)
+        targets = each(extra[0])
         flat = bank[0].flatten(2)
         gradients: list[Tensor | None] = []
         for i in asked:
@@ -697,16 +691,11 @@ class JacobianMatch(Directions):
             )
         most = math.prod(shape[1:])
         if self.projections is not None and self.projections > most:
-            raise InputError(
-                f"projections={self.projections} exceeds the {most} directions of an output of "
-                f"shape {shape}; projections=None is exact and no dearer"
-            )
+            raise _too_many(self.projections, most, shape)
         target = extra[0]
         if callable(target) and not isinstance(target, Tensor):
             return
-        given = target if isinstance(target, (tuple, list)) else (target,)
-        wanted = [(*shape, *t.shape[1:]) for t in x]
-        shapes = [tuple(t.shape) if isinstance(t, Tensor) else type(t).__name__ for t in given]
+        wanted, shapes = [(*shape, *t.shape[1:]) for t in x], shapes_of(each(target))
         if wanted != shapes:
             raise InputError(
                 f"JacobianMatch's target must have shape (batch, *output, *input), {wanted}, not "
@@ -769,8 +758,7 @@ class LogDet(Directions):
         generator: torch.Generator | None = None,
     ) -> None:
         super().__init__(None, reduction, projections, chunk, generator)
-        if isinstance(terms, bool) or not isinstance(terms, int) or terms < 1:
-            raise InputError(f"terms must be an int, at least 1, not {terms!r}")
+        check_whole("terms", terms, 1)
         number = isinstance(roulette, (int, float)) and not isinstance(roulette, bool)
         if not number or not 0 <= roulette < 1:
             raise InputError(

@@ -225,8 +225,8 @@ class Penalty(ABC):
         with torch.enable_grad():
             leaf = out.detach().requires_grad_()
             seeds = [self.oracle_seed(leaf, *extra)] if self.one_seed else []
-            found = (*seeds, self.value([t.detach() for t in x], *extra))
-        return [t.detach() for t in found]
+            rows = (*seeds, self.value([t.detach() for t in x], *extra))
+        return [t.detach() for t in rows]
 
     def seed_degree(self, degree: int) -> int | None:
         """The degree of v as a polynomial in whatever the output is one of degree `degree` in; None
@@ -493,8 +493,7 @@ class GradientMatch(_Entry):
         return (torch.randn_like(x),)
 
     def _difference(self, xi: Sequence[Tensor], target: Any) -> list[Tensor]:
-        targets = target if isinstance(target, (tuple, list)) else (target,)
-        return [u - t.to(u.dtype) for u, t in zip(xi, targets, strict=True)]
+        return [u - t.to(u.dtype) for u, t in zip(xi, each(target), strict=True)]
 
     def measure(self, xi: Sequence[Tensor], *extra: Tensor) -> tuple[Tensor, list[Tensor]]:
         return self.norm.measure(self._difference(xi, extra[0]))
@@ -511,8 +510,7 @@ class GradientMatch(_Entry):
 
     def check(self, out_shape: Sequence[int], x: Sequence[Tensor], *extra: Any) -> None:
         super().check(out_shape, x, *extra)
-        targets = extra[0] if isinstance(extra[0], (tuple, list)) else (extra[0],)
-        _check_like("GradientMatch's target", x, targets)
+        _check_like("GradientMatch's target", x, each(extra[0]))
 
 
 class BilinearForm(Penalty):
@@ -544,12 +542,11 @@ class BilinearForm(Penalty):
             self.check(out_shape, x, *extra)
 
     def measure(self, xi: Sequence[Tensor], *extra: Tensor) -> tuple[Tensor, list[Tensor]]:
-        along = extra[1] if isinstance(extra[1], (tuple, list)) else (extra[1],)
-        return self.value(xi, *extra), [q.to(u.dtype) for u, q in zip(xi, along, strict=True)]
+        along = [q.to(u.dtype) for u, q in zip(xi, each(extra[1]), strict=True)]
+        return self.value(xi, *extra), along
 
     def value(self, xi: Sequence[Tensor], *extra: Tensor) -> Tensor:
-        along = extra[1] if isinstance(extra[1], (tuple, list)) else (extra[1],)
-        parts = [per_example(u * q) for u, q in zip(xi, along, strict=True)]
+        parts = [per_example(u * q) for u, q in zip(xi, each(extra[1]), strict=True)]
         return sum(parts[1:], parts[0])
 
     def check(self, out_shape: Sequence[int], x: Sequence[Tensor], *extra: Any) -> None:
@@ -560,7 +557,7 @@ class BilinearForm(Penalty):
             raise InputError(
                 f"BilinearForm's w must have the output's shape {tuple(out_shape)}, not {shape}"
             )
-        _check_like("BilinearForm's q", x, q if isinstance(q, (tuple, list)) else (q,))
+        _check_like("BilinearForm's q", x, each(q))
 
 
 class Custom(Penalty):
@@ -609,11 +606,34 @@ class Custom(Penalty):
         return v
 
 
+def each(given: Any) -> Sequence[Any]:
+    """What was given for each penalised input: a tuple, or the one thing itself."""
+    return given if isinstance(given, (tuple, list)) else (given,)
+
+
+def shapes_of(given: Sequence[Any]) -> list[Any]:
+    """For comparisons and messages; of what is no tensor its type."""
+    return [tuple(t.shape) if isinstance(t, Tensor) else type(t).__name__ for t in given]
+
+
 def _check_like(what: str, x: Sequence[Tensor], given: Sequence[Any]) -> None:
-    wanted = [tuple(t.shape) for t in x]
-    shapes = [tuple(t.shape) if isinstance(t, Tensor) else type(t).__name__ for t in given]
+    wanted, shapes = shapes_of(x), shapes_of(given)
     if wanted != shapes:
         raise InputError(f"{what} must be shaped like the penalised input, {wanted}, not {shapes}")
+
+
+def check_whole(name: str, number: Any, least: int, or_none: bool = False) -> None:
+    """Raise unless it is a whole number, and large enough."""
+    if number is None and or_none:
+        return
+    if isinstance(number, bool) or not isinstance(number, int) or number < least:
+        none = ", or None" if or_none else ""
+        raise InputError(f"{name} must be an int, at least {least}{none}, not {number!r}")
+
+
+def check_generator(generator: Any) -> None:
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise InputError(f"generator must be a torch.Generator, not {generator!r}")
 
 
 __all__ = [
@@ -640,14 +660,12 @@ class Thinning:
     generator: torch.Generator | None = None
 
     def __post_init__(self) -> None:
-        every, fraction, generator = self.every, self.fraction, self.generator
-        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-            raise InputError(f"every must be an int, at least 1, not {every!r}")
+        fraction = self.fraction
+        check_whole("every", self.every, 1)
         number = isinstance(fraction, (int, float)) and not isinstance(fraction, bool)
         if not number or not 0 < fraction <= 1:
             raise InputError(f"fraction must be above 0 and at most 1, not {fraction!r}")
-        if generator is not None and not isinstance(generator, torch.Generator):
-            raise InputError(f"generator must be a torch.Generator, not {generator!r}")
+        check_generator(self.generator)
 
     def __bool__(self) -> bool:
         return self.every > 1 or self.fraction < 1
@@ -771,10 +789,10 @@ def refuse_dependent(
 
     def tried(call: tuple) -> list[Tensor]:
         with torch.no_grad(), torch.random.fork_rng(_cuda(given)), _buffers_kept(net):
-            found = [t for t in pytree.tree_leaves(run(call)) if isinstance(t, Tensor)]
-        for t in found:
+            results = [t for t in pytree.tree_leaves(run(call)) if isinstance(t, Tensor)]
+        for t in results:
             _refuse_shape(t, batch)
-        return found
+        return results
 
     def agree() -> bool:
         whole = tried(given)

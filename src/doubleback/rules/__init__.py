@@ -7,8 +7,16 @@ from typing import Any
 from . import bilinear, normalisation, pointwise, shape
 from .bilinear import convolution_of
 from .normalisation import softmax_curvature, softmax_derivative
-from .shape import stop_gradient
-from .structures import LOOP, coordinatewise, generic, linear, seeded_backward, seeded_both
+from .shape import drawn_in_place, stop_gradient
+from .structures import (
+    LOOP,
+    coordinatewise,
+    generic,
+    linear,
+    seeded_backward,
+    seeded_both,
+    vmap_nested,
+)
 from .structures import bilinear as bilinear_rule
 from .table import (
     Call,
@@ -52,6 +60,7 @@ __all__ = [
     "bilinear_rule",
     "convolution_of",
     "coordinatewise",
+    "drawn_in_place",
     "find_rule",
     "generic",
     "linear",
@@ -64,5 +73,6 @@ __all__ = [
     "stop_gradient",
     "sum_to",
     "unregister",
+    "vmap_nested",
     "zeros",
 ]

@@ -20,10 +20,11 @@ from ..kernels import (
     attention_forward,
     attention_second,
     attention_tangent,
+    backward_now,
+    batch_norm_now,
     fusing,
     second_now,
     standardise,
-    standardise_backward,
 )
 from .structures import LOOP, VMAP, choose, generic
 from .table import Call, PerExample, Rule, Structure, Tensors, aligned, alone, run, tangent_of
@@ -75,10 +76,7 @@ def standardisation(
         slots = _affine(call, place)
         mask = (wanted[0], *(s is not None and wanted[s] for s in slots))
         mean, rstd = call.saved
-        grads = standardise_backward(
-            groups(call), _main(call, y), _x(call), mean, rstd, weight(call), mask,
-            fused=not fusing(),
-        )  # fmt: skip
+        grads = backward_now(groups(call), _main(call, y), _x(call), mean, rstd, weight(call), mask)
         return spread(call, *grads)
 
     def tangent(call: Call, q: Tensors) -> Any:
@@ -124,7 +122,16 @@ def _pack(call: Call, t: Tensor | None) -> Any:
 
 
 def _batch_norm_forward(call: Call) -> tuple[Any, Any]:
-    out = call.apply(call.inputs)
+    """With the batch's statistics, whatever else the operator takes: running ones or none."""
+    w, b = (None if s is None else call.inputs[s] for s in _affine(call, 1))
+    names = ("running_mean", "running_var") if len(call.node.outputs) == 5 else ()
+    running = [call.tensor(3 + i, name) for i, name in enumerate(names)]
+    training, momentum, eps = (
+        call.argument(3 + len(names) + i, name)
+        for i, name in enumerate(("training", "momentum", "eps"))
+    )
+    out = batch_norm_now(_x(call), w, b, running, momentum, eps) if training else None  # type: ignore[arg-type]
+    out = call.apply(call.inputs) if out is None else out
     return out, (out[1], out[2])
 
 

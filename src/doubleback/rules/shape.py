@@ -285,11 +285,14 @@ def _stop(forward: Callable[[Call], tuple[Any, Any]] = run) -> Rule:
     )
 
 
-def _drawn_in_place(call: Call) -> tuple[Tensor, None]:
-    """`u.bernoulli_(p)` as a graph tells it, which is drawn in the order of u's memory."""
-    p = call.argument(1, "p", 0.5)
-    generator = call.argument(2, "generator")
-    return torch.empty_like(call.value(0)).bernoulli_(p, generator=generator), None
+def drawn_in_place(x: Tensor, p: float = 0.5, *, generator: Any = None) -> Tensor:
+    """`x.bernoulli_(p)` as a graph tells it (`bernoulli.p`), drawn in the order of x's memory."""
+    return torch.empty_like(x).bernoulli_(p, generator=generator)
+
+
+def _bernoulli(call: Call) -> tuple[Tensor, None]:
+    p, generator = call.argument(1, "p", 0.5), call.argument(2, "generator")
+    return drawn_in_place(call.value(0), p, generator=generator), None
 
 
 def _as_real(call: Call, q: Tensors) -> Tensor | None:
@@ -366,7 +369,7 @@ def _shapes() -> Iterator[tuple[str, Rule]]:
         _resampling(InvertibleDownsampling): ["pixel_unshuffle.default"],
         _resampling(InvertibleUpsampling): ["pixel_shuffle.default"],
         _stop(): stopped,
-        _stop(_drawn_in_place): ["bernoulli.p"],
+        _stop(_bernoulli): ["bernoulli.p"],
     }  # fmt: skip
     yield from named(table.items())
     yield "stop_gradient.default", _stop()

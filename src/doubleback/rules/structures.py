@@ -114,22 +114,24 @@ LOOP = Seeded("loop", _loop_backward, _loop_both)
 # --------------------------------------------------------------------------------- vmap
 
 
-def _mapped(fn: Callable[..., Any], nested: tuple, seeds: int) -> Any:
-    """vmap over the tensors of nested tuples in which None stands for zero."""
+def vmap_nested(fn: Callable[..., Any], *nested: Any) -> Any:
+    """fn(*nested) by vmap over the tensors of nested arguments and results, in which None may stand
+    for zero; called once where there is no tensor."""
     items, spec = pytree.tree_flatten(nested)
-    places = [i for i, item in enumerate(items) if item is not None]
+    places = [i for i, item in enumerate(items) if isinstance(item, Tensor)]
+    if not places:
+        return fn(*nested)
     layout: list[Any] = []
 
     def run(*given: Tensor) -> tuple[Tensor, ...]:
-        filled: list[Any] = [None] * len(items)
+        filled = list(items)
         for place, t in zip(places, given, strict=True):
             filled[place] = t
         parts, result_spec = pytree.tree_flatten(fn(*pytree.tree_unflatten(filled, spec)))
         layout[:] = [result_spec, [part is not None for part in parts]]
         return tuple(part for part in parts if part is not None)
 
-    with folded(seeds):
-        results = iter(torch.func.vmap(run)(*(items[i] for i in places)))
+    results = iter(torch.func.vmap(run)(*(items[i] for i in places)))
     result_spec, present = layout
     return pytree.tree_unflatten([next(results) if on else None for on in present], result_spec)
 
@@ -157,7 +159,7 @@ def _try(call: Call, seeds: int, fn: Callable[[], Any], otherwise: Callable[[], 
     few = seeds <= FEW and any(type(n) is not int for meta in call.metas for n in meta.shape)
     if call.node.op not in _UNMAPPED and not few:
         try:
-            with _without_fallback():
+            with _without_fallback(), folded(seeds):
                 return fn()
         except torch.OutOfMemoryError:
             raise
@@ -174,7 +176,7 @@ def vmapped(pull: Callable[[Call, Any, Sequence[bool]], Tensors] | None = None) 
         return _try(
             call,
             seeds,
-            lambda: _mapped(lambda part: tuple(fn(call, part, wanted)), (y,), seeds),
+            lambda: vmap_nested(lambda part: tuple(fn(call, part, wanted)), y),
             lambda: LOOP.backward(rule, call, y, wanted, seeds),
         )  # fmt: skip
 
@@ -182,8 +184,8 @@ def vmapped(pull: Callable[[Call, Any, Sequence[bool]], Tensors] | None = None) 
         rule: Rule, call: Call, xi: Any, q: Tensors, wanted: Sequence[bool], need: bool, seeds: int
     ) -> tuple[Any, Tensors]:
         def run() -> tuple[Any, Tensors]:
-            out, sources = _mapped(
-                lambda y, moved: rule.both(call, y, moved, wanted, need), (xi, tuple(q)), seeds
+            out, sources = vmap_nested(
+                lambda y, moved: rule.both(call, y, moved, wanted, need), xi, tuple(q)
             )
             return out, [None if s is None else s.sum(0) for s in sources]
 
@@ -277,7 +279,8 @@ def broadcast(
 
 def _pair(h: Tensor, xi: Tensor) -> Tensor:
     """Σ_i h⟨i⟩⊙ξ⟨i⟩, 16-bit numbers summed in float32."""
-    return (h * xi).sum(0, dtype=accumulation(h.dtype))
+    pairs, wide = h * xi, accumulation(h.dtype)
+    return pairs[0].to(wide) if len(pairs) == 1 else pairs.sum(0, dtype=wide)
 
 
 # ------------------------------------------------------------------------------------- structures
@@ -550,9 +553,13 @@ def coordinatewise(
     piecewise = second is None
 
     def scale_seeds(call: Call, y: Tensor) -> Tensor:
-        """g′ once, whatever the number of seeds; a rectifier reads its mask as it goes."""
-        if piecewise and fused is not None:
+        """g′ once, whatever the number of seeds; by the stock kernel where there is one seed, and
+        where it is no dearer than a product: a rectifier reads its mask as it goes, a function of
+        the output computes g′ from it in passing."""
+        if fused is not None and (piecewise or of == "output"):
             return fused(call, y, value(call))
+        if fused is not None and len(y) == 1:
+            return fused(call, y[0], value(call))[None]
         return first(call, lifted_and_back(value(call))[0]).to(y.dtype) * y
 
     def bend_seeds(call: Call, pairs: Tensor) -> Tensor:

@@ -16,11 +16,14 @@ from .cuda_graphs import GraphedProgram, GraphedStep, GraphRefused
 from .flattening import Family, OpenReplay, Replay
 from .inductor import laid_out, quiet, sound
 from .program import (
+    Arrived,
     First,
     FlattenedProgram,
     FourSweeps,
     GradientProgram,
+    Gradients,
     OpenProgram,
+    PhasedSweeps,
     Program,
     Request,
 )
@@ -29,6 +32,7 @@ from .straight_line import NEAR, boxed, clean
 
 __all__ = [
     "NEAR",
+    "Arrived",
     "CallersGradient",
     "CallersProgram",
     "Family",
@@ -36,12 +40,14 @@ __all__ = [
     "FlattenedProgram",
     "FourSweeps",
     "GradientProgram",
+    "Gradients",
     "GraphRefused",
     "GraphedProgram",
     "GraphedStep",
     "Job",
     "OpenProgram",
     "OpenReplay",
+    "PhasedSweeps",
     "Program",
     "Replay",
     "Request",

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from .._torch import foreach_add_, get_current_graph_task_keep_graph, pytree
 from ..errors import InputError, StaleGraphError, ThirdDerivativeError
 from .cuda_graphs import users
-from .program import Program
+from .program import Arrived, Gradients, Program
 from .state import behind, copies
 
 
@@ -96,19 +96,19 @@ class Relay:
 
     stretches: Sequence[Any]
     places: Sequence[Sequence[int]]
-    parts: Iterator[list[Tensor | None]] | None = None
+    parts: Iterator[Gradients] | None = None
     left: int = 0
 
-    def begin(self, program: Program, given: tuple) -> list[Tensor | None]:
+    def begin(self, program: Program, arrived: Arrived) -> Gradients:
         """The bridge's own: gradients of the first stretch and of the penalty's tensors."""
-        self.parts, self.left = program.parts(self.stretches, *given), len(self.places)
+        self.parts, self.left = program.parts(self.stretches, arrived), len(self.places)
         own = next(self.parts)
-        gradients: list[Tensor | None] = [None] * sum(map(len, self.places))
+        gradients: Gradients = [None] * sum(map(len, self.places))
         for i, g in zip(self.places[0], self.next(), strict=True):
             gradients[i] = g
         return [*gradients, *own]
 
-    def next(self) -> list[Tensor | None]:
+    def next(self) -> Gradients:
         """The next part."""
         if self.parts is None:
             return []
@@ -158,7 +158,9 @@ class Bridge(torch.autograd.Function):
         ctx.job, ctx.state, ctx.relay = job, state, relay
         ctx.batch = values.shape[0] if isinstance(values, Tensor) else 0
         ctx.inputs = tensors
-        read = job.read(tensors, outputs)  # tensors made under inference_mode count no changes
+        read = job.read(tensors, outputs)
+        read += getattr(state, "outside", ())  # what is had again, is had from these
+        # tensors made under inference_mode count no changes
         ctx.versions = [(t, t._version) for t in read if not t.is_inference()]
         # an alias each: a saved value that became an output would keep this node alive for ever
         results = tuple(out.detach() for out in outputs)
@@ -193,8 +195,8 @@ class Bridge(torch.autograd.Function):
         with torch.no_grad(), no_autocast():
             weights = program.along(arrived, ctx.batch)
             seeds = dict(zip(program.plan.outputs, outputs, strict=True))
-            given = (ctx.state, ctx.job.extra, seeds, weights, keep)
-            gradients = program.last(*given) if relay is None else relay.begin(program, given)
+            given = Arrived(ctx.state, ctx.job.extra, seeds, weights, keep)
+            gradients = program.last(given) if relay is None else relay.begin(program, given)
         if torch.is_grad_enabled():
             linear = ctx.batch and len(arrived) == 1
             penalty, rest = (arrived[0], outputs) if linear else (None, grads)
@@ -315,7 +317,7 @@ def _check_versions(versions: Sequence[tuple[Tensor, int]]) -> None:
 
 def _differentiable(
     grads: Sequence[Tensor | None], ctx: Any, penalty: Tensor | None, outputs: Sequence
-) -> list[Tensor | None]:
+) -> Gradients:
     """The gradients, attached to what they depend on."""
     others = [t for t in (*ctx.inputs, *outputs) if t is not None and t.requires_grad]
     places = [i for i, g in enumerate(grads) if g is not None]
@@ -323,7 +325,7 @@ def _differentiable(
     if not places or (end is None and (penalty is None or not penalty.requires_grad)):
         return list(grads)
     attached = _Linear.apply(ctx, places, penalty, end, *(grads[i] for i in places))
-    result: list[Tensor | None] = [None] * len(grads)
+    result: Gradients = [None] * len(grads)
     for i, g in zip(places, attached, strict=True):  # type: ignore[call-overload]
         result[i] = g
     return result
@@ -367,7 +369,8 @@ def _paired(
     with no_autocast():
         weights = program.penalty.unreduce(seed, bridge.batch)
         none = dict.fromkeys(program.plan.outputs)
-        gradients = program.last(bridge.state, bridge.job.extra, none, weights, keep=True)
+        arrived = Arrived(bridge.state, bridge.job.extra, none, weights, keep=True)
+        gradients = program.last(arrived)
     total = seed.new_zeros(())
     for i, c in zip(places, along, strict=True):
         g = gradients[i]

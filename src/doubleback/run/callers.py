@@ -10,8 +10,8 @@ tensors that change in between.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,10 +19,19 @@ from torch import Tensor
 from .. import sweeps
 from .._torch import pytree
 from ..errors import InputError, StaleGraphError
-from ..graph import Node
 from ..plan import Stretch
 from .flattening import Replay
-from .program import First, FlattenedProgram, FourSweeps, GradientProgram, Step, join
+from .program import (
+    Arrived,
+    First,
+    FlattenedProgram,
+    FourSweeps,
+    GradientProgram,
+    Gradients,
+    PhasedSweeps,
+    Step,
+    join,
+)
 from .state import behind
 
 
@@ -45,31 +54,19 @@ class Called:
 
 
 @dataclass(frozen=True, eq=False)
-class CallersProgram(FourSweeps):
+class CallersProgram(PhasedSweeps):
     """The four sweeps around functions that are not ours."""
 
-    no_graph: ClassVar[str | None] = (
+    no_graph = (
         "a loss or penalty of your own is Python that a CUDA graph would not call again; use a "
         "built-in loss and norm"
     )
-
-    replay: Replay = field(default_factory=lambda: Replay(False, None), kw_only=True)
-
-    @property
-    def for_one_call(self) -> bool:
-        return self.replay.for_one_call
-
-    @property
-    def prelude(self) -> Sequence[Node]:
-        return self.replay.prelude(self.plan)
 
     def to_price(self, replay: Replay) -> FlattenedProgram:
         return FlattenedProgram(FourSweeps(self.plan, self.penalty, asked=self.asked), replay)
 
     def first(self, leaves: Mapping[int, Tensor], extra: Sequence[Any], keep: bool = True) -> First:
-        self.replay.tick()
-        leaves = self.replay.leaves(leaves)
-        outputs, mutated, values, saved = self._forward(leaves)
+        outputs, mutated, values, saved = self._opened(leaves)
         given = self._given(extra)
         with torch.enable_grad():
             out = values[self.plan.target].detach().requires_grad_()
@@ -98,25 +95,6 @@ class CallersProgram(FourSweeps):
             parts[i] = parts[i].detach().requires_grad_()
         return pytree.tree_unflatten(parts, spec)
 
-    def _forward(self, leaves: dict[int, Tensor]) -> tuple[list, dict, dict, dict]:
-        def run(here: CallersProgram, given: dict[int, Tensor]) -> Any:
-            plan = here.plan
-            watch = sweeps.finite_watch(plan) if here.debug else None
-            state = sweeps.forward(plan, here._laid_out(given), watch)
-            own = {id(t) for t in given.values()}
-            values = {v: t for v, t in state.values.items() if id(t) not in own}
-            # clones: what the caller receives is not to alias an input
-            outputs = [
-                t.clone() if id(t) in own else t
-                for t in (here._usual(state.values[v]) for v in plan.outputs)
-            ]
-            mutated = {place: state.values[v] for place, v in plan.mutations.items()}
-            passed = [v for v, t in state.values.items() if id(t) in own]
-            return outputs, mutated, values, passed, state.saved
-
-        outputs, mutated, values, passed, saved = self.replay(self, "forward", run, leaves)
-        return outputs, mutated, {**values, **{v: leaves[v] for v in passed}}, saved
-
     def _backward(
         self, leaves: Mapping[int, Tensor], values: dict, saved: dict, v: Tensor, keep: bool
     ) -> tuple[list[Tensor], dict[Any, Any]]:
@@ -134,17 +112,13 @@ class CallersProgram(FourSweeps):
                 for x, u in zip(self.plan.penalised, xi, strict=True)]  # fmt: skip
         return full, held
 
-    @property
-    def stretches(self) -> Sequence[Stretch]:
-        return self.plan.whole if isinstance(self.replay.compiler, str) else self.plan.stretches
-
     def _last(
-        self, state: Called, extra: Sequence[Any], grad_outputs: Mapping[int, Tensor | None],
-        grad_values: Any, keep: bool, stretches: Sequence[Stretch],
-    ) -> tuple[list[Tensor | None], Iterator[list[Tensor | None]]]:  # fmt: skip
+        self, arrived: Arrived, stretches: Sequence[Stretch]
+    ) -> tuple[Gradients, Iterator[Gradients]]:
+        state, _, grad_outputs, grad_values, keep = arrived
         plan = self.plan
         gamma: dict[int, Tensor] = {}
-        own: list[Tensor | None] = [None] * len(self.asked)
+        own: Gradients = [None] * len(self.asked)
         if grad_values is not None:
             parts = pytree.tree_leaves(tuple(state.given))
             asked = [parts[i] for i in self.asked]
@@ -158,14 +132,12 @@ class CallersProgram(FourSweeps):
                        for a, b in zip(own, more, strict=True)]  # fmt: skip
                 if plan.target in plan.trained:
                     join(gamma, plan.target, head)
-        for v, grad in grad_outputs.items():
-            if v in plan.trained:
-                join(gamma, v, grad)
+        self._join_outputs(gamma, grad_outputs)
         return own, self._second(state, gamma, keep, stretches)
 
     def _starts(
         self, state: Called, along: Any, asked: Sequence[Tensor], keep: bool
-    ) -> tuple[Sequence[Tensor | None], list[Tensor | None]]:
+    ) -> tuple[Sequence[Tensor | None], Gradients]:
         """(q₀ at each penalised input, and the gradient by p of the output; that of what is
         asked)."""
         return _pulled(state.per_example, [*state.xi, state.out], asked, along, keep)
@@ -186,8 +158,8 @@ class CallersProgram(FourSweeps):
 
     def _second(
         self, state: Called, gamma: dict, keep: bool, stretches: Sequence[Stretch]
-    ) -> Iterator[list[Tensor | None]]:
-        def run(here: CallersProgram, nested: Any) -> Iterator[list[Tensor | None]]:
+    ) -> Iterator[Gradients]:
+        def run(here: CallersProgram, nested: Any) -> Iterator[Gradients]:
             values, saved, start = nested
             inner = sweeps.State(dict(values), dict(saved))
             return here._second_sweep(inner, dict(start), False, stretches)
@@ -200,9 +172,7 @@ class CallersProgram(FourSweeps):
         self, leaves: Mapping[int, Tensor], extra: Sequence[Any], loss: Any, target: Any,
         weight: Tensor | None,
     ) -> Step:  # fmt: skip
-        self.replay.tick()
-        leaves = self.replay.leaves(leaves)
-        outputs, mutated, values, saved = self._forward(leaves)
+        outputs, mutated, values, saved = self._opened(leaves)
         plan, penalty = self.plan, self.penalty
         given = self._given(extra)
         with torch.enable_grad():
@@ -226,7 +196,7 @@ class CallersProgram(FourSweeps):
         value = penalty.reduce(per_example)
         weights = weight.to(per_example.dtype).expand(value.shape)
         weights = penalty.unreduce(weights, per_example.shape[0])
-        grads = self.last(state, extra, {plan.target: grad_out}, weights)
+        grads = self.last(Arrived(state, extra, {plan.target: grad_out}, weights))
         return outputs, loss_value, value, grads, mutated
 
 
@@ -235,9 +205,7 @@ class CallersGradient(CallersProgram, GradientProgram):
     """The gradient itself, for a v that is a caller's own."""
 
     def first(self, leaves: Mapping[int, Tensor], extra: Sequence[Any], keep: bool = True) -> First:
-        self.replay.tick()
-        leaves = self.replay.leaves(leaves)
-        outputs, mutated, values, saved = self._forward(leaves)
+        outputs, mutated, values, saved = self._opened(leaves)
         with torch.enable_grad():
             out = values[self.plan.target].detach().requires_grad_()
             v = self.penalty.seed(out)
@@ -249,7 +217,7 @@ class CallersGradient(CallersProgram, GradientProgram):
 
     def _starts(
         self, state: Called, along: Any, asked: Sequence[Tensor], keep: bool
-    ) -> tuple[Sequence[Tensor | None], list[Tensor | None]]:
+    ) -> tuple[Sequence[Tensor | None], Gradients]:
         metas = [self.plan.graph.values[v] for v in self.plan.penalised]
         q = [
             None if u is None else u.to(meta.dtype)  # type: ignore[union-attr]
@@ -275,7 +243,7 @@ def _mean_gradient(losses: Tensor | None, out: Tensor, keep: bool) -> tuple[Tens
 
 def _pulled(
     end: Tensor, leaves: Sequence[Tensor], asked: Sequence[Tensor], along: Tensor, keep: bool
-) -> tuple[list[Tensor | None], list[Tensor | None]]:
+) -> tuple[Gradients, Gradients]:
     """(∂end/∂leaves)* along, and the same for what is asked."""
     if not end.requires_grad:
         return [None] * len(leaves), [None] * len(asked)

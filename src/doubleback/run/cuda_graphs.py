@@ -25,6 +25,7 @@ from .._torch import pytree, storage_use_count
 from ..counting import Operations, recording, replayed
 from ..errors import DoublebackError
 from ..graph import Node
+from .program import Arrived, Gradients
 from .state import copies, kind, remember
 
 WARM_UP = 3  # calls before capture: kernels are chosen, sweeps are flattened
@@ -158,6 +159,11 @@ class GraphedState:
     pair: _Pair
     read: bool = False
 
+    @property
+    def outside(self) -> Sequence[Tensor]:
+        """Tensors from outside that a graphed `last` reads besides."""
+        return getattr(self.state, "outside", ())
+
 
 class _Pair:
     """The graphs of one kind of call: one of the first two sweeps, and one of the last two for each
@@ -189,19 +195,19 @@ class _Pair:
         values = pytree.tree_map_only(Tensor, torch.clone, out.values)
         return out._replace(outputs=[t.clone() for t in out.outputs], values=values, state=state)
 
-    def run_last(
-        self, state: GraphedState, seeds: Any, along: Any, owners: Sequence[Tensor]
-    ) -> list[Tensor | None]:
-        moving = (dict(seeds), along)
+    def run_last(self, arrived: Arrived, owners: Sequence[Tensor]) -> Gradients:
+        moving = (dict(arrived.outputs), arrived.values)
         leaves, spec = pytree.tree_flatten(moving)
         key = (spec, *map(kind, leaves))
         graphed = self.last.get(key)
         if graphed is None:
             extra = pytree.tree_unflatten(self.first.leaves, self.first.spec)[0][1]
-            inner = state.state  # not `state`: a call that is kept alive keeps the pair busy
+            inner = (
+                arrived.state.state
+            )  # not all of it: a call that is kept alive keeps the pair busy
 
             def run(given: Any, fixed: Any) -> Any:
-                return self.program.last(inner, extra, *given, keep=True)
+                return self.program.last(Arrived(inner, extra, *given, keep=True))
 
             graphed = GraphedStep(run, moving, (), gradients=lambda out: out)
             remember(self.last, key, graphed)
@@ -249,18 +255,17 @@ class GraphedProgram:
         """One: a graph is replayed as a whole."""
         return self.program.plan.whole
 
-    def last(
-        self, state: Any, extra: Sequence[Any], seeds: Any, along: Any, keep: bool = False
-    ) -> list[Tensor | None]:
+    def last(self, arrived: Arrived) -> Gradients:
+        state = arrived.state
         if not isinstance(state, GraphedState):
-            return self.program.last(state, extra, seeds, along, keep)
+            return self.program.last(arrived)
         try:
-            gradients = state.pair.run_last(state, seeds, along, self.owners)
+            gradients = state.pair.run_last(arrived, self.owners)
         except GraphRefused as refusal:
             for key in [k for k, pair in self._pairs.items() if pair is state.pair]:
                 self._refused(key, refusal)
-            gradients = self.program.last(state.state, extra, seeds, along, keep=True)
-        state.read = not keep
+            gradients = self.program.last(arrived._replace(state=state.state, keep=True))
+        state.read = not arrived.keep
         return gradients
 
     def _refused(self, key: Any, refusal: GraphRefused) -> None:

@@ -29,7 +29,7 @@ from .. import _torch
 from .._torch import FakeTensorMode, make_fx, pytree
 from ..counting import Operations, recording, replayed
 from ..errors import RuleError, let_through, untold
-from ..graph import Graph, Node, collector_off, compile_sizes
+from ..graph import Graph, Node, Size, collector_off, compile_sizes, leaves
 from ..kernels import for_compiler
 from ..plan import Plan
 from . import inductor, straight_line
@@ -136,7 +136,9 @@ class Flat:
     leaves: that result flattened: for a tensor the number of its place, for a tensor that is an
     input unchanged an `Input`, for anything else the constant itself in a 1-tuple.
     inputs, results: with open sizes, stand-ins without numbers, for tracing the next graph; number:
-    of a phase, its place among those of its variant.
+    of a phase, its place among those of its variant. recipe: how those results are had again that
+    the next graph reads, where others are handed on in their place; public: how many leaves there
+    are of the others.
     """
 
     run: Callable[[list[Any]], Sequence[Tensor]]
@@ -146,6 +148,8 @@ class Flat:
     inputs: Sequence[Tensor] = ()
     results: Sequence[Tensor] = ()
     number: int = 0
+    recipe: inductor.Recipe | None = None
+    public: int = 0
 
     def __call__(self, tensors: list[Any]) -> Any:
         """The nested result."""
@@ -200,7 +204,9 @@ def flatten(
 ) -> Flat:
     """Trace `fn(tensors)`, which returns nested tensors and constants, and compile the trace.
 
-    pass_inputs: an input that is returned unchanged does not travel through the graph. variant: for
+    pass_inputs: fn returns (results, what it keeps for another graph): an input that is returned
+    unchanged does not travel through the graph, and of what is kept as little as can be does, where
+    there is a compiler. variant: for
     open sizes; then it is `fn(numbers, tensors)`, numbers being those of the open graph's symbols.
     recompute: what a compiler may compute again instead of holding it (`inductor.shorten`).
     """
@@ -240,13 +246,25 @@ def flatten(
     results = () if variant is None else _stand_ins(graph, tensors, places)
     straight_line.move_constants(graph)
     straight_line.clean(graph, for_compiler=bool(compiler))
+    recipe, public = None, 0
+    if compiler and pass_inputs:
+        public = _count(spec[0][2][0])  # type: ignore[index]
+        count = sum(isinstance(x, int) for x in places[:public])
+        if count < sum(isinstance(x, int) for x in places):
+            recipe = inductor.hand_less(graph, count, recompute)
     if not compiler:
         run = straight_line.boxed(graph)
     elif variant is None:
         run = inductor.compiled(graph, compiler, recompute)
     else:
         run = inductor.compiled_open(graph, variant.fakes, [*sizes, *tensors], recompute)
-    return Flat(run, spec[0], places, operations, () if variant is None else tensors, results)
+    inputs = () if variant is None else tensors
+    return Flat(run, spec[0], places, operations, inputs, results, recipe=recipe, public=public)
+
+
+def _count(structure: Structure) -> int:
+    """How many leaves there are."""
+    return 1 if structure is None else sum(map(_count, structure[2]))
 
 
 def _stand_ins(
@@ -443,19 +461,26 @@ class Family:
         found = [s for s in (*own, *joined, *columns) if any(type(n) is not int for n in s)]
         return self.graph.filler(tuple(dict.fromkeys(found)))
 
-    def is_open(self, value: int) -> bool:
-        """Whether a value's shape depends on the call's sizes."""
-        meta = self.graph.values[value]
-        return meta is not None and not all(type(n) is int for n in meta.shape)
+    @cached_property
+    def open_values(self) -> frozenset[int]:
+        """Those whose shapes depend on the call's sizes."""
+        metas = enumerate(self.graph.values)
+        return frozenset(
+            v for v, m in metas if m is not None and any(type(n) is not int for n in m.shape)
+        )
 
     @cached_property
     def _prelude(self) -> Callable[[Sequence[Any]], Any]:
         nodes = [self.graph.nodes[n.index] for n in self.plan.prelude]
-        fill = self.graph.filler([(n.args, n.kwargs) for n in nodes])
+        trees = [(n.args, n.kwargs) for n in nodes]
+        places = [i for i, tree in enumerate(trees) if any(True for _ in leaves(tree, Size))]
+        fill = self.graph.filler([trees[i] for i in places])
 
         def at(numbers: Sequence[Any]) -> list[Node]:
-            filled = zip(nodes, fill(numbers), strict=True)
-            return [replace(n, args=args, kwargs=kwargs) for n, (args, kwargs) in filled]
+            filled = list(nodes)
+            for i, (args, kwargs) in zip(places, fill(numbers), strict=True):
+                filled[i] = replace(nodes[i], args=args, kwargs=kwargs)
+            return filled
 
         return at
 
@@ -603,9 +628,10 @@ class OpenReplay(Replay):
         return self._here
 
     def leaves(self, leaves: Mapping[int, Tensor]) -> dict[int, Tensor]:
-        taken = {v: t.contiguous() if self.family.is_open(v) else t for v, t in leaves.items()}
+        sized = self.family.open_values
+        taken = {v: t.contiguous() if v in sized else t for v, t in leaves.items()}
         for v, t in taken.items():
-            known = t.dtype if self.family.is_open(v) else kind(t)
+            known = t.dtype if v in sized else kind(t)
             self._origins[id(t)] = weakref.ref(t), ("leaf", v, known)
         return taken
 

@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -30,7 +30,7 @@ from .. import _torch
 from .._torch import FakeTensorMode, OpOverload, TracingContext, tracing
 from ..counting import flop_registry
 from ..graph import draws
-from ..kernels import BOUNDARY, opaque
+from ..kernels import AGAIN, BOUNDARY, opaque
 from .straight_line import HANDED
 
 aten = torch.ops.aten
@@ -46,6 +46,7 @@ def hold(module: torch.fx.GraphModule, recompute: bool | None) -> None:
     Marked as well is what an index picks from: picked from its inputs, which may be wider, each of
     them would be held.
     """
+    _sink(module.graph)
     graph, sweeps = shorten(module.graph, recompute)
     module.graph = graph
     for node in list(graph.nodes):
@@ -120,7 +121,7 @@ def _by_inductor(graph: torch.fx.GraphModule, tensors: list[Tensor]) -> Callable
     takes a list and empties it, as graphs in a `GmWrapper` do: nobody else holds the inputs."""
     fakes = FakeTensorMode(shape_env=_torch.ShapeEnv())
     given = [fakes.from_tensor(t, static_shapes=True) for t in tensors]
-    with tracing(TracingContext(fakes)), heuristics():
+    with tracing(TracingContext(fakes)), heuristics(), quiet():
         return _torch.compile_fx(_torch.GmWrapper(graph, list), given)
 
 
@@ -566,6 +567,18 @@ def _light(node: Node) -> bool:
     return torch.Tag.pointwise in op.tags or op in _COPIES
 
 
+def _picks(node: Node) -> bool:
+    """Whether it picks entries by whole numbers: they are fewer where they come from, of a network
+    on a graph."""
+    if node.target not in _PICKED:
+        return False
+    given = [n.meta.get("val") for n in node.all_input_nodes[1:]]
+    return all(not isinstance(t, Tensor) or t.dtype in (torch.int32, torch.int64) for t in given)
+
+
+_PICKED = (*_PICKS, aten.index_select.default, aten.embedding.default)
+
+
 def _fuses(node: Node) -> bool:
     """Whether it reads its inputs without their being written down first."""
     return _light(node) or node.target in _SUMS
@@ -608,7 +621,7 @@ def _written_to(graph: Graph) -> set[Node]:
     found: set[Node] = set()
     for node in graph.nodes:
         schema = getattr(node.target, "_schema", None)
-        if schema is None or not schema.is_mutable:
+        if schema is None or not schema.is_mutable or node.target in (AGAIN, BOUNDARY):
             continue
         for i, argument in enumerate(schema.arguments):
             if argument.is_write:
@@ -623,10 +636,11 @@ class _Cut:
 
     def __init__(
         self, graph: Graph, sweeps: dict[Node, int], boundary: int, share: float,
-        costly: dict[Node, bool],
+        costly: dict[Node, bool], picks: bool = False,
     ) -> None:  # fmt: skip
+        """picks: entries that were picked by indices may be picked again."""
         self.graph, self.sweeps, self.boundary = graph, sweeps, boundary
-        self.share = share
+        self.share, self.picks = share, picks
         self.costly = costly  # nodes that cost passes, and whether they are computed again
         self.written = _written_to(graph)
         self.results = {_shown(n) for n in graph.output_node().all_input_nodes}  # held anyway
@@ -649,7 +663,8 @@ class _Cut:
         """Decide whether a node may be computed again, once its inputs are decided."""
         length = max((self.lengths.get(n, 0) for n in node.all_input_nodes), default=0)
         length += 0 if is_view(node) else 1
-        if not _light(node) or length > LONGEST or self._is_costly(node):
+        light = _light(node) or (self.picks and _picks(node))
+        if not light or length > LONGEST or self._is_costly(node):
             return
         if any(_shown(n) in self.written for n in (node, *node.all_input_nodes)):
             return  # it would read other numbers later
@@ -664,8 +679,13 @@ class _Cut:
             return False
         here = [n for n in readers(node) if self.early(n)]
         late = [n for n in readers(node) if not self.early(n)]
-        stream = any(not _fuses(n) for n in here) and any(_light(n) for n in here)
-        if not stream and all(_fuses(n) for n in late):
+        product = any(not _fuses(n) for n in here)
+        if any(n.target is HELD for n in late):  # handed on: who reads it here will there
+            costs = product
+        else:
+            stream = product and any(_light(n) for n in here)
+            costs = stream or not all(_fuses(n) for n in late)
+        if not costs:
             return False
         if node not in self.costly:  # every second, every fourth, …
             count = len(self.costly)
@@ -736,3 +756,137 @@ class _Cut:
             for old, copy in new.items():
                 if old is not copy:
                     reader.replace_input_with(old, copy)
+
+
+# ----------------------------------------------------------------- from one graph to the next
+#
+# Where the first two sweeps and the last two are two graphs, what the one hands to the other is
+# found likewise: the least set of values that all of it can be had again from. The second graph
+# then begins with having it again, each reader for itself.
+
+
+AFTER = 1.5  # what the last two sweeps cost, by those before them
+
+
+@dataclass(frozen=True, eq=False)
+class Recipe:
+    """How a graph's last results are had again: a module from some of the graph's inputs (`inputs`,
+    by place) and from what it hands on in their place, without numbers (`held`), to these
+    results."""
+
+    module: torch.fx.GraphModule
+    inputs: tuple[int, ...]
+    held: tuple[Tensor, ...]
+
+    def __call__(self, given: Sequence[Any]) -> Sequence[Tensor]:
+        return self.module(*given)
+
+
+def hand_less(module: torch.fx.GraphModule, count: int, recompute: bool | None) -> Recipe | None:
+    """Replace all results but the first `count`, which another graph will read, by less to hold;
+    None, and nothing is changed, where there is no less. recompute: see `shorten`."""
+    shares = (1.0, 0.75, 0.5, 0.25, 0.0) if recompute is None else (float(recompute),)
+    most = SLOWER * (1 + AFTER) * traffic(module.graph, dict.fromkeys(module.graph.nodes, 0))
+    for share in shares:
+        graph = deepcopy(module.graph)
+        handed = _Handed(graph, count, share)
+        if share == shares[-1] or handed.extra <= most:
+            return handed.split(module)
+    return None
+
+
+class _Handed:
+    """A graph whose results after the first `count` are had again, as far as that pays."""
+
+    def __init__(self, graph: Graph, count: int, share: float) -> None:
+        self.graph, self.count = graph, count
+        output = graph.output_node()
+        results: list[Node] = list(output.args[0])  # type: ignore[arg-type]
+        sweeps = dict.fromkeys(graph.nodes, 0)
+        self.ends = results[count:]
+        with graph.inserting_before(output):
+            self.reads = [graph.call_function(HELD, (n,)) for n in self.ends]
+        output.args = (results[:count],)
+        sweeps.update(dict.fromkeys([*self.reads, output], 1))
+        cut = _Cut(graph, sweeps, 0, share, {}, picks=True)
+        cut.results = set()  # which are the caller's: copies of them would be held
+        cut.apply()
+        self.late = [n for n, sweep in sweeps.items() if sweep and n is not output]
+        again = {n: read.args[0] for n, read in zip(self.ends, self.reads, strict=True)}
+        written = [
+            n for n, late in again.items() if n is not late and not all(map(_fuses, readers(n)))
+        ]
+        self.extra = sum(2 * _bytes(n) for n in written)
+
+    def split(self, module: torch.fx.GraphModule) -> Recipe | None:
+        late = set(self.late)
+        order = [n for n in self.graph.nodes if n in late]
+        inputs: dict[Node, None] = {}
+        held: dict[Node, None] = {}
+        sizes: dict[Node, None] = {}
+
+        def take(node: Node) -> bool:
+            """Whether a node of before can be had."""
+            if node.op == "placeholder":
+                inputs[node] = None
+            elif isinstance(node.meta.get("val"), Tensor) and node.op == "call_function":
+                held[node] = None
+            elif node.op == "get_attr" or isinstance(node.meta.get("val"), int | torch.SymInt):
+                if not all(map(take, node.all_input_nodes)):
+                    return False
+                sizes[node] = None
+            else:  # several results at once
+                return False
+            return True
+
+        for node in order:
+            if not all(take(n) for n in node.all_input_nodes if n not in late):
+                return None
+        if sum(map(_bytes, held)) >= sum(map(_bytes, dict.fromkeys(self.ends))):
+            return None
+        recipe = Graph()
+        new: dict[Node, Node] = {}
+        for node in (*inputs, *held):
+            new[node] = recipe.placeholder(node.name)
+        for node in (*sizes, *order):
+            if node.target is not HELD:
+                new[node] = recipe.node_copy(node, new.__getitem__)
+        recipe.output([new[read.args[0]] for read in self.reads])  # type: ignore[index]
+        places = {n: i for i, n in enumerate(self.graph.find_nodes(op="placeholder"))}
+        made = torch.fx.GraphModule(module, recipe)
+        output = self.graph.output_node()
+        public = list(output.args[0])  # type: ignore[arg-type]
+        shown = {_shown(n) for n in public}
+        handed = []
+        for node in held:
+            if _shown(node) in shown:  # the caller may write to it
+                with self.graph.inserting_before(output):
+                    copy = self.graph.call_function(aten.clone.default, (node,))
+                copy.meta = dict(node.meta)
+                node = copy
+            handed.append(node)
+        output.args = ([*public, *handed],)
+        for node in reversed(order):
+            self.graph.erase_node(node)
+        self.graph.eliminate_dead_code()
+        module.graph = self.graph
+        module.recompile()
+        return Recipe(made, tuple(places[n] for n in inputs), tuple(n.meta["val"] for n in held))
+
+
+def _sink(graph: Graph) -> None:
+    """What stands before the mark `AGAIN` is had again by each sweep that reads it, where it is
+    read first."""
+    mark = next((n for n in graph.nodes if n.target is AGAIN), None)
+    if mark is None:
+        return
+    sweep = 0
+    sweeps: dict[Node, int] = {}
+    for node in graph.nodes:
+        if node is mark or (sweep and node.target is BOUNDARY):
+            sweep += 1
+        sweeps[node] = sweeps[node.args[0]] if node.target is operator.getitem else sweep  # type: ignore[index]
+    graph.erase_node(mark)
+    del sweeps[mark]
+    _Cut(graph, sweeps, 0, 1.0, {}, picks=True).apply()
+    graph.eliminate_dead_code()

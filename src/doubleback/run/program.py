@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,12 +16,16 @@ from torch import Tensor
 from .. import sweeps
 from .._torch import pytree
 from ..graph import Graph, Node
-from ..kernels import taps_first
+from ..kernels import had_again, taps_first
 from ..plan import Plan, Stretch
 from ..rules import add
 from .flattening import Family, Flat, Input, Pack, Replay, Variant, in_parts, put
 
-Step = tuple[list[Tensor], Tensor, Tensor, list[Tensor | None], dict[int, Tensor]]
+Gradients = list[Tensor | None]
+Step = tuple[list[Tensor], Tensor, Tensor, Gradients, dict[int, Tensor]]
+
+
+_Traced = Callable[[Any, Sequence[Tensor], Sequence[Any]], Any]  # of program, tensors, open sizes
 
 
 class First(NamedTuple):
@@ -34,92 +38,84 @@ class First(NamedTuple):
     state: Any
 
 
-class Program(Protocol):
+class Arrived(NamedTuple):
+    """What the last two sweeps start from: what `first` left and the penalty's own arguments, and
+    what arrived at the outputs, by number, and at the values. keep: `state` is read again later."""
+
+    state: Any
+    extra: Sequence[Any]
+    outputs: Mapping[int, Tensor | None]
+    values: Any
+    keep: bool = False
+
+
+class Program(ABC):
     """What computes a network's outputs with a penalty, and the gradients of both.
 
     leaves: the graph's values that the sweeps start from, by number; extra: the penalty's own
-    arguments.
+    arguments. decision: why it sweeps a Jacobian as it does; pulls: directions that are swept one
+    by one, and backward sweeps by which each is found before, None where v is one direction;
+    no_graph: why a CUDA graph cannot hold it; for_one_call: whether it is made anew at every call,
+    which takes no time.
     """
 
-    @property
-    def plan(self) -> Plan: ...
-
-    @property
-    def penalty(self) -> Any: ...
+    plan: Plan
+    penalty: Any
+    decision: Any = None
+    pulls: tuple[int, int] | None = None
+    no_graph: str | None = None
+    for_one_call: bool = False
 
     @property
     def prelude(self) -> Sequence[Node]:
         """What runs before the sweeps, under autograd."""
-        ...
+        return self.plan.prelude
 
-    @property
-    def decision(self) -> Any:
-        """Why it sweeps a Jacobian as it does; None where nothing was to be decided."""
-        ...
-
-    @property
-    def pulls(self) -> tuple[int, int] | None:
-        """Directions that are swept one by one, and backward sweeps by which each is found before;
-        None where v is one direction."""
-        ...
-
-    @property
-    def no_graph(self) -> str | None:
-        """Why a CUDA graph cannot hold it."""
-        ...
-
-    @property
-    def for_one_call(self) -> bool:
-        """Whether it is made anew at every call, which takes no time."""
-        ...
-
+    @abstractmethod
     def first(self, leaves: Mapping[int, Tensor], extra: Sequence[Any], keep: bool = True) -> First:
         """Forward and backward sweep. `keep`: for a `last` to come."""
-        ...
 
-    def last(
-        self, state: Any, extra: Sequence[Any], grad_outputs: Mapping[int, Tensor | None],
-        grad_values: Any, keep: bool = False,
-    ) -> list[Tensor | None]:  # fmt: skip
+    @abstractmethod
+    def last(self, arrived: Arrived) -> Gradients:
         """Tangent and second sweep: gradients of the penalised inputs, of the effective parameters
-        and of those of the penalty's own tensors that ask for one. state: what `first` left;
-        grad_outputs, grad_values: what arrived at the outputs, by number, and at the values."""
-        ...
+        and of those of the penalty's own tensors that ask for one."""
 
     @property
     def stretches(self) -> Sequence[Stretch]:
         """The second sweep in stretches that `parts` may be asked for; one, where its gradients
         are complete all at once."""
-        ...
+        return self.plan.stretches
 
-    def parts(
-        self, stretches: Sequence[Stretch], state: Any, extra: Sequence[Any],
-        grad_outputs: Mapping[int, Tensor | None], grad_values: Any, keep: bool = False,
-    ) -> Iterator[list[Tensor | None]]:  # fmt: skip
+    @abstractmethod
+    def parts(self, stretches: Sequence[Stretch], arrived: Arrived) -> Iterator[Gradients]:
         """The gradients of `last` as they become complete: of the penalty's own tensors first, then
         of each stretch."""
-        ...
 
+    @abstractmethod
     def step(
         self, leaves: Mapping[int, Tensor], extra: Sequence[Any], loss: Any, target: Any,
         weight: Tensor | None,
     ) -> Step:  # fmt: skip
-        """All four sweeps: (outputs, loss, penalty, gradients of loss + weight·penalty,
-        buffers)."""
-        ...
+        """All four sweeps: (outputs, loss, penalty, gradients of loss + weight·penalty, buffers).
 
+        The loss is the mean over the rows of the output, the penalty is reduced over those of the
+        penalised input: of a network from atoms to molecules, one loss per molecule and one
+        penalty per atom. Without a weight this is a plain training step: forward and second sweep
+        alone.
+        """
+
+    @abstractmethod
     def results(self, values: Any) -> tuple[Tensor, ...]:
         """What is handed out of the values."""
-        ...
 
+    @abstractmethod
     def along(self, grads: Sequence[Tensor | None], batch: int) -> Any:
         """What arrived at the values, from what arrived at the results; None for nothing."""
-        ...
 
+    @abstractmethod
     def to_price(self, replay: Replay) -> Program:
         """The same program, to be run once on tensors without numbers: nothing is checked and
         nothing carried on. replay: flat graphs for it, where it has any."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -146,16 +142,12 @@ class Request:
 
 
 @dataclass(frozen=True, eq=False)
-class FourSweeps:
+class FourSweeps(Program):
     """The sweeps of one plan with its penalty, as functions of tensors.
 
     asked: the places of those tensors among the penalty's flattened extras that ask for a gradient.
     """
 
-    no_graph = None
-    for_one_call = False
-    decision = None
-    pulls = None
     kind: ClassVar[Any] = None  # which of several programs for one plan, where there are such
 
     plan: Plan
@@ -163,22 +155,14 @@ class FourSweeps:
     debug: bool = False
     asked: tuple[int, ...] = field(default=(), kw_only=True)
 
-    @property
-    def prelude(self) -> Sequence[Node]:
-        """What runs before the sweeps, under autograd."""
-        return self.plan.prelude
-
     def at(self, graph: Graph) -> Any:
         """The same program at other sizes."""
         return replace(self, plan=self.plan.at(graph))
 
     def to_price(self, replay: Any) -> Any:
-        """The same program, to be run once on tensors without numbers: nothing is checked and
-        nothing carried on. replay: flat graphs for it, where it has any."""
         return replace(self, debug=False)
 
     def first(self, leaves: Mapping[int, Tensor], extra: Sequence[Any], keep: bool = True) -> First:
-        """Forward and backward sweep. `keep`: for a `last` to come."""
         plan, penalty = self.plan, self.penalty
         watch = sweeps.finite_watch(plan) if self.debug else None
         state = sweeps.forward(plan, self._laid_out(leaves), watch)
@@ -216,50 +200,33 @@ class FourSweeps:
         return dict(zip(self.plan.penalised, q0, strict=True))
 
     def results(self, values: Any) -> tuple[Tensor, ...]:
-        """What is handed out of the values."""
         return (self.penalty.reduce(values),)
 
     def along(self, grads: Sequence[Tensor | None], batch: int) -> Any:
-        """What arrived at the values, from what arrived at the results; None for nothing."""
         return None if grads[0] is None else self.penalty.unreduce(grads[0], batch)
 
-    def last(
-        self, state: Any, extra: Sequence[Any], grad_outputs: Mapping[int, Tensor | None],
-        grad_values: Tensor | None, keep: bool = False,
-    ) -> list[Tensor | None]:  # fmt: skip
-        """Tangent and second sweep: gradients of the penalised inputs, of the effective
-        parameters, and of what is `asked`."""
-        own, swept = self._last(state, extra, grad_outputs, grad_values, keep, self.plan.whole)
+    def last(self, arrived: Arrived) -> Gradients:
+        own, swept = self._last(arrived, self.plan.whole)
         return [*next(swept), *own]
 
-    @property
-    def stretches(self) -> Sequence[Stretch]:
-        """The second sweep in stretches."""
-        return self.plan.stretches
-
-    def parts(
-        self, stretches: Sequence[Stretch], state: Any, extra: Sequence[Any],
-        grad_outputs: Mapping[int, Tensor | None], grad_values: Any, keep: bool = False,
-    ) -> Iterator[list[Tensor | None]]:  # fmt: skip
-        """The gradients of `last` as they become complete: of what is `asked`, then of each
-        stretch."""
-        own, swept = self._last(state, extra, grad_outputs, grad_values, keep, stretches)
+    def parts(self, stretches: Sequence[Stretch], arrived: Arrived) -> Iterator[Gradients]:
+        own, swept = self._last(arrived, stretches)
         yield own
         yield from swept
 
     def _last(
-        self, state: Any, extra: Sequence[Any], grad_outputs: Mapping[int, Tensor | None],
-        grad_values: Any, keep: bool, stretches: Sequence[Stretch],
-    ) -> tuple[list[Tensor | None], Iterator[list[Tensor | None]]]:  # fmt: skip
+        self, arrived: Arrived, stretches: Sequence[Stretch]
+    ) -> tuple[Gradients, Iterator[Gradients]]:
         """(the gradients of what is `asked`; those of each stretch, as it is swept).
 
         With q₀ = ḡ⊙∇p and h the tangent of the output, the second sweep starts from the
         outputs' gradients plus the head (∂v/∂out)* h plus the curvature sources.
         """
+        state, extra, grad_outputs, grad_values, keep = arrived
         plan, penalty = self.plan, self.penalty
         watch = sweeps.finite_watch(plan) if self.debug else None
         gamma: dict[int, Tensor] = {}
-        own: list[Tensor | None] = [None] * len(self.asked)
+        own: Gradients = [None] * len(self.asked)
         if grad_values is not None:
             xi = state.xi.get(sweeps.INPUTS, ())
             start = self._start(state, grad_values, extra)
@@ -273,14 +240,18 @@ class FourSweeps:
             if plan.needs_head_tangent and h is not None and plan.target in plan.trained:
                 head = penalty.head(state.values[plan.target], h, *extra)
                 join(gamma, plan.target, head)
-        for v, grad in grad_outputs.items():
-            if v in plan.trained:
-                join(gamma, v, grad)
+        self._join_outputs(gamma, grad_outputs)
         return own, self._second_sweep(state, gamma, keep, stretches)
+
+    def _join_outputs(self, gamma: dict[int, Tensor], grads: Mapping[int, Tensor | None]) -> None:
+        """Add what arrived at the outputs."""
+        for v, grad in grads.items():
+            if v in self.plan.trained:
+                join(gamma, v, grad)
 
     def _second_sweep(
         self, state: sweeps.State, gamma: dict, keep: bool, stretches: Sequence[Stretch]
-    ) -> Iterator[list[Tensor | None]]:
+    ) -> Iterator[Gradients]:
         """The gradients of each stretch."""
         plan = self.plan
         watch = sweeps.finite_watch(plan) if self.debug else None
@@ -317,13 +288,6 @@ class FourSweeps:
         self, leaves: Mapping[int, Tensor], extra: Sequence[Any], loss: Any, target: Any,
         weight: Tensor | None,
     ) -> Step:  # fmt: skip
-        """All four sweeps: (outputs, loss, penalty, gradients of loss + weight·penalty, buffers).
-
-        The loss is the mean over the rows of the output, the penalty is reduced over those of the
-        penalised input: of a network from atoms to molecules, one loss per molecule and one
-        penalty per atom. Without a weight this is a plain training step: forward and second sweep
-        alone.
-        """
         plan, penalty = self.plan, self.penalty
         values = None
         if weight is None:
@@ -342,7 +306,7 @@ class FourSweeps:
             per_value = weight.to(values.dtype).expand_as(values)
             mean = penalty.reduction == "mean"
             grad_values = per_value / values.numel() if mean else per_value
-        grads = self.last(state, extra, {plan.target: grad_out}, grad_values)
+        grads = self.last(Arrived(state, extra, {plan.target: grad_out}, grad_values))
         return outputs, loss_value, penalty_value, grads, mutated
 
 
@@ -396,15 +360,63 @@ class GradientProgram(FourSweeps):
         return None if all(g is None for g in grads) else list(grads)
 
 
+@dataclass(frozen=True, eq=False)
+class PhasedSweeps(FourSweeps):
+    """Sweeps that something else happens between: phases, each by a flat graph of its own."""
+
+    replay: Replay = field(default_factory=lambda: Replay(False, None), kw_only=True)
+
+    @property
+    def for_one_call(self) -> bool:
+        return self.replay.for_one_call
+
+    @property
+    def prelude(self) -> Sequence[Node]:
+        return self.replay.prelude(self.plan)
+
+    @property
+    def stretches(self) -> Sequence[Stretch]:
+        return _stretches(self.plan, self.replay.compiler)
+
+    def _opened(self, leaves: Mapping[int, Tensor]) -> tuple[list, dict, dict, dict]:
+        """The forward sweep: (outputs, buffers to write, the graph's values, what rules saved)."""
+        self.replay.tick()
+        leaves = self.replay.leaves(leaves)
+
+        def run(here: PhasedSweeps, given: Mapping[int, Tensor]) -> Any:
+            plan = here.plan
+            watch = sweeps.finite_watch(plan) if here.debug else None
+            state = sweeps.forward(plan, here._laid_out(given), watch)
+            state.values.update(here._shared(state))
+            own = {id(t) for t in given.values()}
+            fresh = {v: t for v, t in state.values.items() if id(t) not in own}
+            passed = [v for v, t in state.values.items() if id(t) in own]
+            # clones: what the caller receives is not to alias an input
+            outputs = [
+                t.clone() if id(t) in own else t
+                for t in (here._usual(state.values[v]) for v in plan.outputs)
+            ]
+            mutated = {place: state.values[v] for place, v in plan.mutations.items()}
+            return outputs, mutated, fresh, passed, state.saved
+
+        outputs, mutated, fresh, passed, saved = self.replay(self, "open", run, leaves)
+        return outputs, mutated, {**fresh, **{v: leaves[v] for v in passed}}, saved
+
+    def _shared(self, state: sweeps.State) -> dict[Any, Tensor]:
+        """What later phases read beside the network's values."""
+        return {}
+
+
 # --------------------------------------------------------------------------- by flat graphs
 
 
 @dataclass
 class FlatState:
-    """What passes from a flat `first` to a flat `last`: the tensors of a `sweeps.State`.
+    """What passes from a flat `first` to a flat `last`: the tensors of a `sweeps.State`, or what
+    they are had again from.
 
     graphs: where both graphs are kept; numbers: the open sizes; leaves: how many inputs of `first`
-    were values of the network's graph.
+    were values of the network's graph; outside: inputs of `first` among the tensors.
     """
 
     tensors: list[Tensor]
@@ -413,30 +425,64 @@ class FlatState:
     graphs: Any
     numbers: tuple
     leaves: int
+    outside: Sequence[Tensor] = ()
 
-    def rebuild(self, tensors: Sequence[Tensor]) -> sweeps.State:
-        """The nested state, as the trace of `first` left it."""
-        values = iter(tensors)
-        leaves = (x[0] if isinstance(x, tuple) else next(values) for x in self.flat.leaves)
-        return sweeps.State(*put(self.flat.spec, leaves)[-1])
+    def rebuild(self, tensors: Sequence[Tensor], numbers: Sequence[Any]) -> sweeps.State:
+        """The nested state, as the trace of `first` left it; numbers: the open sizes."""
+        flat = self.flat
+        if flat.recipe is None:
+            values = iter(tensors)
+            leaves = (x[0] if isinstance(x, tuple) else next(values) for x in flat.leaves)
+            return sweeps.State(*put(flat.spec, leaves)[-1])
+        count = len(numbers)
+        kept = flat.leaves[flat.public :]
+        inputs = [x.number for x in kept if isinstance(x, Input)]
+        given = iter(tensors[len(inputs) :])
+        inside = [numbers[i] if i < count else next(given) for i in flat.recipe.inputs]
+        again = flat.recipe([*inside, *given])
+        had_again(again)
+        own, same = iter(again), iter(tensors)
+        leaves = (
+            x[0] if isinstance(x, tuple) else next(same if isinstance(x, Input) else own)
+            for x in kept
+        )
+        return sweeps.State(*put(flat.spec[2][1], leaves))  # type: ignore[index]
+
+    def stand_ins(self) -> list[Tensor]:
+        """Of the tensors, without numbers."""
+        flat, count = self.flat, len(self.numbers)
+        if flat.recipe is None:
+            return list(flat.results)
+        places = [x.number for x in flat.leaves[flat.public :] if isinstance(x, Input)]
+        places += [i - count for i in flat.recipe.inputs if i >= count]
+        return [*(flat.inputs[i] for i in places), *flat.recipe.held]
 
 
-class FlatProgram(ABC):
-    """A program whose sweeps run by flat graphs, once there are any."""
+class FlatProgram(Program):
+    """A program whose sweeps run by flat graphs, once there are any.
 
-    no_graph: ClassVar[str | None] = None
-    for_one_call: ClassVar[bool] = False
-    decision = None
-    pulls = None
+    reference: one whose sweeps run node by node, at any sizes; compiler: whether flat graphs are
+    compiled, or a mode of `torch.compile`.
+    """
+
+    def __init__(self, reference: Any, compiler: bool | str) -> None:
+        self.reference, self.compiler = reference, compiler
+        self.plan, self.penalty = reference.plan, reference.penalty
 
     @property
     @abstractmethod
     def program(self) -> Any:
-        """The one whose sweeps run node by node."""
+        """The one whose sweeps run node by node, at this call's sizes."""
 
     @property
-    @abstractmethod
-    def plan(self) -> Plan: ...
+    def stretches(self) -> Sequence[Stretch]:
+        return _stretches(self.plan, self.compiler)
+
+    def results(self, values: Any) -> tuple[Tensor, ...]:
+        return self.reference.results(values)
+
+    def along(self, grads: Sequence[Tensor | None], batch: int) -> Any:
+        return self.reference.along(grads, batch)
 
     @abstractmethod
     def _enter(self, leaves: Mapping[int, Tensor], *rest: Any) -> tuple[Any, Pack] | None:
@@ -444,17 +490,16 @@ class FlatProgram(ABC):
         run node by node."""
 
     @abstractmethod
-    def _arrived(
-        self, state: FlatState, extra: tuple, grads: dict[int, Tensor], values: Any
-    ) -> Pack:
-        """The arguments of `last`, packed."""
+    def _pack(self, arrived: Arrived) -> Pack:
+        """The arguments of `last`, packed, but for the state."""
 
     @abstractmethod
     def _flat(
-        self, graphs: Any, key: Any, run: Callable[[Any, Sequence[Tensor]], Any], given: Pack,
+        self, graphs: Any, key: Any, run: _Traced, given: Pack,
         state: FlatState | None = None, pass_inputs: bool = False,
     ) -> Flat | None:  # fmt: skip
-        """The flat graph of `run(program, tensors)`; tensors: those given and those of the state.
+        """The flat graph of `run(program, tensors, open sizes)`; tensors: those given and those of
+        the state.
         None where the sweeps cannot be flattened."""
 
     def to_price(self, replay: Replay) -> FlattenedProgram:
@@ -467,7 +512,7 @@ class FlatProgram(ABC):
         graphs, given = entered
         plan = self.plan
 
-        def run(program: Any, tensors: Sequence[Tensor]) -> Any:
+        def run(program: Any, tensors: Sequence[Tensor], numbers: Sequence[Any]) -> Any:
             values, more = given.rebuild(tensors)
             outputs, measured, mutated, state = program.first(values, more, keep)
             kept = (state.values, state.saved, state.xi, state.q0) if keep else ()
@@ -482,76 +527,63 @@ class FlatProgram(ABC):
             return self.program.first(leaves, extra, keep)
         here = given.tensors
         results = flat.launch([*given.numbers, *here])
+        recipe, public = flat.recipe, flat.leaves
+        if recipe is not None:
+            public = flat.leaves[: flat.public]
         tensors = [
-            here[x.number] if isinstance(x, Input) else results[x]
-            for x in flat.leaves
-            if not isinstance(x, tuple)
+            results[x] if type(x) is int else here[x.number]  # type: ignore[union-attr]
+            for x in public
+            if type(x) is not tuple
         ]
         outputs, values, mutated = _split(plan, flat.spec, tensors)
         state = None
         if keep:
-            state = FlatState(tensors, flat, key, graphs, given.numbers, len(leaves))
+            outside: list[Tensor] = []
+            if recipe is not None:
+                count = len(given.numbers)
+                same = [x.number for x in flat.leaves[flat.public :] if isinstance(x, Input)]
+                outside = [here[i] for i in same]
+                outside += [here[i - count] for i in recipe.inputs if i >= count]
+                tensors = [*outside, *results[len(results) - len(recipe.held) :]]
+            state = FlatState(tensors, flat, key, graphs, given.numbers, len(leaves), outside)
         return First(outputs, values, mutated, state)
 
-    def last(
-        self, state: Any, extra: Sequence[Any], grad_outputs: Mapping[int, Tensor | None],
-        grad_values: Any, keep: bool = False,
-    ) -> list[Tensor | None]:  # fmt: skip
+    def last(self, arrived: Arrived) -> Gradients:
+        flat, given = self._found("last", lambda program, here: program.last(here), arrived)
+        return self.program.last(given) if flat is None else flat(given)
+
+    def parts(self, stretches: Sequence[Stretch], arrived: Arrived) -> Iterator[Gradients]:
+        def run(program: Program, here: Arrived) -> Any:
+            return in_parts(program.parts(stretches, here))
+
+        flat, given = self._found("parts", run, arrived)
+        by_nodes = flat is None
+        yield from self.program.parts(stretches, given) if by_nodes else flat.parts(given)
+
+    def _found(
+        self, name: str, run: Callable[[Program, Arrived], Any], arrived: Arrived
+    ) -> tuple[Flat | None, Any]:
+        """(the flat graph of run(program, arrived), what it takes); where there is none, (None,
+        what a program takes whose sweeps run node by node). Unless it is kept, the state holds
+        nothing from here on."""
+        state = arrived.state
         if not isinstance(state, FlatState):
-            return self.program.last(state, extra, grad_outputs, grad_values, keep)
-        grads = {v: g for v, g in grad_outputs.items() if g is not None}
-        given = self._arrived(state, tuple(extra), grads, grad_values)
-        here = len(given.tensors)
+            return None, arrived
+        given = self._pack(arrived)
+        count = len(given.tensors)
 
-        def run(program: Any, tensors: Sequence[Tensor]) -> Any:
-            more, seeds, weights = given.rebuild(tensors[:here])
-            return program.last(state.rebuild(tensors[here:]), more, seeds, weights)
+        def flattened(program: Program, tensors: Sequence[Tensor], numbers: Sequence[Any]) -> Any:
+            inner = state.rebuild(tensors[count:], numbers)
+            return run(program, Arrived(inner, *given.rebuild(tensors[:count])))
 
-        flat = self._flat(state.graphs, ("last", state.key, given.key), run, given, state)
+        flat = self._flat(state.graphs, (name, state.key, given.key), flattened, given, state)
         if flat is None:
-            whole = state.rebuild(state.tensors)
-            return self.program.last(whole, extra, grad_outputs, grad_values, keep)
-        return flat(self._handed_on(state, given, keep))
-
-    def _handed_on(self, state: FlatState, given: Pack, keep: bool) -> list[Any]:
-        """What a flat `last` takes; the state keeps nothing of it that will not be read again."""
+            return None, arrived._replace(state=state.rebuild(state.tensors, state.numbers))
         tensors = [*state.numbers, *given.tensors, *state.tensors]
         given.tensors.clear()
-        if not keep:
+        if not arrived.keep:
             state.tensors.clear()
-        return tensors
-
-    @property
-    @abstractmethod
-    def _compiler(self) -> bool | str:
-        """Whether flat graphs are compiled; a mode of `torch.compile`: each as a whole."""
-
-    @property
-    def stretches(self) -> Sequence[Stretch]:
-        return self.plan.whole if isinstance(self._compiler, str) else self.plan.stretches
-
-    def parts(
-        self, stretches: Sequence[Stretch], state: Any, extra: Sequence[Any],
-        grad_outputs: Mapping[int, Tensor | None], grad_values: Any, keep: bool = False,
-    ) -> Iterator[list[Tensor | None]]:  # fmt: skip
-        if not isinstance(state, FlatState):
-            yield from self.program.parts(stretches, state, extra, grad_outputs, grad_values, keep)
-            return
-        grads = {v: g for v, g in grad_outputs.items() if g is not None}
-        given = self._arrived(state, tuple(extra), grads, grad_values)
-        here = len(given.tensors)
-
-        def run(program: Any, tensors: Sequence[Tensor]) -> Any:
-            more, seeds, weights = given.rebuild(tensors[:here])
-            whole = state.rebuild(tensors[here:])
-            return in_parts(program.parts(stretches, whole, more, seeds, weights))
-
-        flat = self._flat(state.graphs, ("parts", state.key, given.key), run, given, state)
-        if flat is None:
-            whole = state.rebuild(state.tensors)
-            yield from self.program.parts(stretches, whole, extra, grad_outputs, grad_values, keep)
-            return
-        yield from flat.parts(self._handed_on(state, given, keep))
+        return flat, tensors
 
     def step(
         self, leaves: Mapping[int, Tensor], extra: Sequence[Any], loss: Any, target: Any,
@@ -562,7 +594,7 @@ class FlatProgram(ABC):
             return self.program.step(leaves, extra, loss, target, weight)
         graphs, given = entered
 
-        def run(program: Any, tensors: Sequence[Tensor]) -> Any:
+        def run(program: Any, tensors: Sequence[Tensor], numbers: Sequence[Any]) -> Any:
             values, more, y, by = given.rebuild(tensors)
             return program.step(values, more, loss, y, by)
 
@@ -577,49 +609,29 @@ class FlattenedProgram(FlatProgram):
     """By flat graphs for the sizes of its own calls, kept in `replay`."""
 
     def __init__(self, program: Program, replay: Replay) -> None:
-        self._program = program
+        super().__init__(program, replay.compiler)
         self.replay = replay
 
     @property
     def program(self) -> Program:
-        return self._program
+        return self.reference
 
     @property
-    def plan(self) -> Plan:
-        return self._program.plan
-
-    @property
-    def prelude(self) -> Sequence[Any]:
-        return self._program.prelude
-
-    @property
-    def penalty(self) -> Any:
-        return self._program.penalty
-
-    def results(self, values: Any) -> tuple[Tensor, ...]:
-        return self._program.results(values)
-
-    def along(self, grads: Sequence[Tensor | None], batch: int) -> Any:
-        return self._program.along(grads, batch)
-
-    @property
-    def _compiler(self) -> bool | str:
-        return self.replay.compiler
+    def prelude(self) -> Sequence[Node]:
+        return self.reference.prelude
 
     def _enter(self, leaves: Mapping[int, Tensor], *rest: Any) -> tuple[Any, Pack] | None:
         return (self.replay, Pack((dict(leaves), *rest))) if self.replay.tick() else None
 
-    def _arrived(
-        self, state: FlatState, extra: tuple, grads: dict[int, Tensor], values: Any
-    ) -> Pack:
-        return Pack((extra, grads, values))
+    def _pack(self, arrived: Arrived) -> Pack:
+        return Pack((tuple(arrived.extra), _there(arrived.outputs), arrived.values))
 
     def _flat(
-        self, graphs: Replay, key: Any, run: Callable[[Any, Sequence[Tensor]], Any], given: Pack,
+        self, graphs: Replay, key: Any, run: _Traced, given: Pack,
         state: FlatState | None = None, pass_inputs: bool = False,
     ) -> Flat | None:  # fmt: skip
         tensors = given.tensors if state is None else given.tensors + state.tensors
-        return graphs.get(key, partial(run, self._program), tensors, pass_inputs)
+        return graphs.get(key, lambda here: run(self.reference, here, ()), tensors, pass_inputs)
 
 
 class _OpenPack(Pack):
@@ -630,7 +642,7 @@ class _OpenPack(Pack):
     def __init__(self, family: Family, own: tuple, leaves: Mapping[int, Tensor], rest: Any) -> None:
         super().__init__((dict(leaves), *rest))
         self.leaf_values = list(leaves)
-        self.open = [family.is_open(v) for v in leaves]
+        self.open = [v in family.open_values for v in leaves]
         self.tensors = [
             t.contiguous() if i >= len(self.open) or self.open[i] else t
             for i, t in enumerate(self.tensors)
@@ -660,16 +672,15 @@ class _OpenGradients(Pack):
     """What a flat `last` for all sizes takes: the penalty's own arguments, and what arrived at the
     outputs and values of the `first` that left `state`."""
 
-    def __init__(
-        self, state: FlatState, extra: tuple, grads: dict, values: Any, plan: Plan
-    ) -> None:
-        grads = {v: g.contiguous() for v, g in grads.items()}
+    def __init__(self, arrived: Arrived, plan: Plan) -> None:
+        grads = {v: g.contiguous() for v, g in _there(arrived.outputs).items()}
+        values = arrived.values
         if isinstance(values, Tensor):
             values = values.contiguous()
         elif values is not None:
             values = [None if g is None else g.contiguous() for g in values]
-        super().__init__((extra, grads, values))
-        self.state, self.grads, self.plan = state, grads, plan
+        super().__init__((tuple(arrived.extra), grads, values))
+        self.state, self.grads, self.plan = arrived.state, grads, plan
         self.values = [values] if isinstance(values, Tensor) else values or []
 
     @property
@@ -686,71 +697,59 @@ class _OpenGradients(Pack):
             for g, like in zip(self.values, measured, strict=False)
             if g is not None
         ]
-        return [*flat.inputs[self.state.leaves :], *own, *flat.results]
+        return [*flat.inputs[self.state.leaves :], *own, *self.state.stand_ins()]
 
 
-@dataclass(frozen=True, eq=False)
 class OpenProgram(FlatProgram):
     """One call's program, by flat graphs for all sizes, which its family keeps.
 
     numbers: of the open graph's symbols in this call.
     """
 
-    no_graph: ClassVar[str | None] = (
+    no_graph = (
         "sizes change from call to call, and a CUDA graph holds the memory of one; keep them the "
         "same (the last batch too: drop_last=True)"
     )
-    for_one_call: ClassVar[bool] = True
+    for_one_call = True
 
-    family: Family
-    numbers: tuple
+    def __init__(self, family: Family, numbers: tuple) -> None:
+        super().__init__(family.reference, family.compiler)
+        self.family, self.numbers = family, numbers
 
     @cached_property
     def program(self) -> Any:
         return self.family.program(self.numbers)
 
     @property
-    def plan(self) -> Plan:
-        """At some sizes: which values there are, and what becomes of them, is the same at all."""
-        return self.family.plan
-
-    @property
     def prelude(self) -> Sequence[Node]:
         return self.family.prelude_at(self.numbers)
-
-    @property
-    def penalty(self) -> Any:
-        return self.family.reference.penalty
-
-    def results(self, values: Any) -> tuple[Tensor, ...]:
-        return self.family.reference.results(values)
-
-    def along(self, grads: Sequence[Tensor | None], batch: int) -> Any:
-        return self.family.reference.along(grads, batch)
-
-    @property
-    def _compiler(self) -> bool | str:
-        return self.family.compiler
 
     def _enter(self, leaves: Mapping[int, Tensor], *rest: Any) -> tuple[Any, Pack] | None:
         given = _OpenPack(self.family, self.numbers, leaves, rest)
         variant = self.family.variant(given.numbers)
         return None if variant is None else (variant, given)
 
-    def _arrived(
-        self, state: FlatState, extra: tuple, grads: dict[int, Tensor], values: Any
-    ) -> Pack:
-        return _OpenGradients(state, extra, grads, values, self.plan)
+    def _pack(self, arrived: Arrived) -> Pack:
+        return _OpenGradients(arrived, self.plan)
 
     def _flat(
-        self, graphs: Variant, key: Any, run: Callable[[Any, Sequence[Tensor]], Any], given: Any,
+        self, graphs: Variant, key: Any, run: _Traced, given: Any,
         state: FlatState | None = None, pass_inputs: bool = False,
     ) -> Flat | None:  # fmt: skip
         program = self.family.program
         return graphs.get(
-            key, lambda numbers, tensors: run(program(numbers), tensors),
+            key, lambda numbers, tensors: run(program(numbers), tensors, numbers),
             partial(given.stand_ins, graphs), pass_inputs,
         )  # fmt: skip
+
+
+def _stretches(plan: Plan, compiler: bool | str) -> Sequence[Stretch]:
+    """One, where a mode of `torch.compile` takes each graph as a whole."""
+    return plan.whole if isinstance(compiler, str) else plan.stretches
+
+
+def _there(grads: Mapping[int, Tensor | None]) -> dict[int, Tensor]:
+    return {v: g for v, g in grads.items() if g is not None}
 
 
 def _split(plan: Plan, spec: Any, tensors: Sequence[Tensor]) -> tuple[list, Any, dict]:

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from .._torch import foreach_copy_, foreach_mul
 from ..dtypes import accumulation
-from ..graph import Graph, Node, map_refs
+from ..graph import Graph, Node, Ref, map_refs
+from ..rules import drawn_in_place
 
 CACHE_SIZE = 64  # graphs and programs kept per module, oldest out first
 
@@ -82,17 +83,26 @@ def _copy(x: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     return x.clone().copy_(source, non_blocking)
 
 
-# Operators of functional programs that autograd has no formula for, as it has one.
-_DIFFERENTIABLE: dict[Any, Any] = {torch.ops.aten.copy.default: _copy}
+# Operators of functional programs that autograd has no formula for, as it has one; and what writes
+# in place have become, where it draws in another order than they did.
+_AS_WRITTEN: dict[Any, Any] = {
+    torch.ops.aten.copy.default: _copy,
+    torch.ops.aten.bernoulli.p: drawn_in_place,
+}
 
 
 def run_prelude(nodes: Sequence[Node], state: Mapping[int, Tensor]) -> dict[int, Tensor]:
     """Nodes that do not depend on x, under ordinary autograd (weight norm, hypernetworks)."""
     values = dict(state)
     for node in nodes:
-        args = map_refs(node.args, lambda ref: values[ref.index])
-        kwargs = map_refs(dict(node.kwargs), lambda ref: values[ref.index])
-        run: Any = _DIFFERENTIABLE.get(node.op, node.op)
+        args = [
+            values[a.index] if type(a) is Ref
+            else map_refs(a, lambda ref: values[ref.index]) if isinstance(a, list | tuple)
+            else a
+            for a in node.args
+        ]  # fmt: skip
+        kwargs = node.kwargs and map_refs(dict(node.kwargs), lambda ref: values[ref.index])
+        run: Any = _AS_WRITTEN.get(node.op, node.op)
         out = run(*args, **kwargs)
         for v, part in zip(node.outputs, out if node.many else (out,), strict=True):
             values[v] = part

@@ -11,7 +11,13 @@ from torch import Tensor
 from torch.fx.node import has_side_effect
 
 from .._torch import OpOverload
-from ..kernels import direct, library
+from ..kernels import (
+    constant_over_places,
+    direct,
+    library,
+    plus_over_places,
+    times_over_places,
+)
 
 aten = torch.ops.aten
 
@@ -248,11 +254,26 @@ def _direct(graph: torch.fx.Graph) -> None:
             _widen(graph, node)
         elif name == "mm" and _widen(graph, node):
             node.target = torch.matmul
+        elif name in _OVER_PLACES and _is_over_places(node):
+            node.target = _OVER_PLACES[name]
         elif node.target.namespace == "aten" and name in _DIRECT:
             node.target = getattr(torch, name)
         elif node.target in direct and not node.kwargs:
             node.target = direct[node.target]
     graph.eliminate_dead_code()
+
+
+_OVER_PLACES = {"mul": times_over_places, "add": plus_over_places}
+
+
+def _is_over_places(node: torch.fx.Node) -> bool:
+    """Whether one of two factors, or terms, is constant over the other's places."""
+    if node.kwargs or len(node.args) != 2:
+        return False
+    left, right = (n.meta.get("val") if isinstance(n, torch.fx.Node) else None for n in node.args)
+    if not (isinstance(left, Tensor) and isinstance(right, Tensor)):
+        return False
+    return constant_over_places(left, right) or constant_over_places(right, left)
 
 
 def _widen(graph: torch.fx.Graph, node: torch.fx.Node) -> bool:
