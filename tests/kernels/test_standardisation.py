@@ -20,7 +20,7 @@ from doubleback.kernels.standardisation import (
     standardise_backward,
     standardise_second,
 )
-from support.gpu import CUDA, TRITON
+from support.gpu import CUDA, TRITON, needs_triton
 
 # Raised inside Triton's interpreter.
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")
@@ -254,7 +254,7 @@ FORWARD = [
 ]  # fmt: skip
 
 
-@pytest.mark.skipif(not TRITON, reason="Triton kernel not run: needs Triton")
+@needs_triton
 @pytest.mark.parametrize("affine", [True, False], ids=["affine", "plain"])
 @pytest.mark.parametrize("running", [True, False], ids=["running", "none"])
 @pytest.mark.parametrize("shape, form", FORWARD, ids=str)
