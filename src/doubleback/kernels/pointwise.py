@@ -376,6 +376,7 @@ def cleared(flat: Tensor, y: Tensor, zero: Tensor | float = 0.0) -> Tensor:
 # cotangent of a mean over places) are read entry by entry by PyTorch's kernel, with the division
 # that each entry's place takes.
 
+MOST_EXAMPLES = 65535  # a launch's second axis is no longer
 MANY = 1 << 20  # entries from which on that costs more than a launch from here
 
 
@@ -406,6 +407,8 @@ def constant_over_places(x: Tensor, s: Tensor) -> bool:
         return False
     form = torch.channels_last if x.dim() == 4 else torch.channels_last_3d
     if x.numel() < MANY or x.is_contiguous() or not x.is_contiguous(memory_format=form):
+        return False
+    if x.shape[0] > MOST_EXAMPLES:
         return False
     sizes = zip(s.shape, x.shape, strict=True)
     if s.shape[1] != x.shape[1] or any(mine not in (1, its) for mine, its in sizes):
