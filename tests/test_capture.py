@@ -792,3 +792,131 @@ def test_a_network_that_is_gone_leaves_nothing_behind():
     del net, graph
     gc.collect()
     assert [r() for r in left] == [None] * 4
+
+
+# ------------------------------------------------------------------- what need not be computed
+
+
+def operators(net: nn.Module, *args) -> list[str]:
+    graph, _ = find_graph(net, None, args, {})
+    return [node.op._schema.name.removeprefix("aten::") for node in graph.nodes]
+
+
+class Heads(nn.Module):
+    """Attention as it is often written out: q, k and v by their places, products of heads that do
+    not lie one after the other."""
+
+    def __init__(self, rate: float = 0.0):
+        super().__init__()
+        self.qkv, self.out, self.rate = nn.Linear(6, 18), nn.Linear(6, 2), rate
+
+    def forward(self, x):
+        rows, length, width = x.shape
+        qkv = self.qkv(x).view(rows, length, 3, 2, width // 2).permute(2, 0, 3, 1, 4)
+        q, k, v = qkv[0], qkv[1], qkv[2]
+        weights = (q @ k.transpose(-2, -1)).softmax(-1)
+        weights = nn.functional.dropout(weights, self.rate, self.training)
+        mixed = (weights @ v).transpose(1, 2).reshape(rows, length, width).contiguous()
+        return self.out(nn.functional.pad(mixed, (0, 0, 0, 0))).mean(1)
+
+
+def test_heads_are_copied_once_and_taken_apart_at_once():
+    found = operators(Heads(), torch.randn(4, 5, 6))
+    assert "matmul" not in found and found.count("bmm") == 2
+    assert "select" not in found and found.count("unbind") == 1
+    assert found.count("clone") == 4  # q, k, v and what was mixed; none for dropout, none for pad
+    assert "pad" not in found
+    model = db.Penalised(Heads().double(), db.OutputGradient(0))
+    assert db.check(model, torch.randn(4, 5, 6, dtype=torch.float64)).worst < 1e-10
+
+
+def test_heads_of_open_sizes(counted):
+    model = db.WithGradient(Heads().double(), strict=True)
+    for rows, length in ((4, 5), (3, 5), (6, 7), (2, 3), (5, 8)):
+        x = torch.randn(rows, length, 6, dtype=torch.float64, requires_grad=True)
+        _, gradient = model(x)
+        (expected,) = torch.autograd.grad(model.net(x).sum(), x)
+        torch.testing.assert_close(gradient, expected)
+    assert len(counted) <= 3
+
+
+class Slices(nn.Module):
+    def __init__(self, cut):
+        super().__init__()
+        self.cut, self.fc = cut, nn.Linear(6, 6)
+
+    def forward(self, x):
+        return self.cut(self.fc(x).tanh())
+
+
+PIECES = {
+    "halves": (lambda h: torch.cat((-h[:, 3:], h[:, :3]), 1) * h, True),
+    "three, out of order": (lambda h: h[:, 4:] * h[:, :2] + h[:, 2:4], True),
+    "one of them twice": (lambda h: h[:, :3] * h[:, 3:] + h[:, :3], True),
+    "columns": (lambda h: h[:, 0] * h[:, 1] + h[:, 2] * h[:, 3] + h[:, 4] * h[:, -1], True),
+    "negative ends": (lambda h: h[:, :-2].sum(1) * h[:, -2:].prod(1), True),
+    "not all of it": (lambda h: h[:, :2] * h[:, 2:4], False),
+    "overlapping": (lambda h: h[:, :4] * h[:, 2:], False),
+    "every second": (lambda h: h[:, ::2] * h[:, 1::2], False),
+    "rows of the batch": (lambda h: h[:2] * h[2:], True),
+}
+
+
+@pytest.mark.parametrize("name", PIECES)
+def test_pieces_that_cover_a_tensor(name):
+    """Joined or not, they are what they were."""
+    cut, joined = PIECES[name]
+    net = Slices(cut).double()
+    x = torch.randn(4, 6, dtype=torch.float64)
+    found = operators(net, x)
+    assert joined == any(op in ("split_with_sizes", "unbind") for op in found)
+    model = db.WithGradient(net)
+    x.requires_grad_()
+    for _ in range(3):
+        out, gradient = model(x)
+        total = gradient.square().sum() + out.sum()
+        got = torch.autograd.grad(total, [x, *net.parameters()])
+        expected_out = net(x)
+        (slope,) = torch.autograd.grad(expected_out.sum(), x, create_graph=True)
+        expected = torch.autograd.grad(
+            slope.square().sum() + expected_out.sum(), [x, *net.parameters()]
+        )
+        for mine, its in zip(got, expected, strict=True):
+            torch.testing.assert_close(mine, its, rtol=1e-10, atol=1e-12)
+
+
+class Copies(nn.Module):
+    """Copies that must stay: of a buffer that is written afterwards, of the input, of a result that
+    is returned beside them."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(3, 3)
+        self.register_buffer("scale", torch.full((3,), 2.0))
+
+    def forward(self, x):
+        before = self.scale.clone()
+        self.scale.add_(1.0)
+        h = self.fc(x)
+        return (h.clone() * before).sin(), h, h.clone().view(-1), x.clone()
+
+
+def test_copies_that_somebody_may_write_to_stay():
+    net = Copies().double()
+    model = db.WithGradient(net, output=0)
+    for step in range(3):
+        x = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
+        (out, h, again, same), gradient = model(x)
+        assert net.scale.eq(3.0 + step).all()
+        for t in (h, again, same):
+            with torch.no_grad():
+                t.fill_(9.0)
+        total = gradient.square().sum() + out.sum()
+        got = torch.autograd.grad(total, [x, *net.parameters()])
+        expected_out = ((net.fc(x)) * (2.0 + step)).sin()
+        (slope,) = torch.autograd.grad(expected_out.sum(), x, create_graph=True)
+        expected = torch.autograd.grad(
+            slope.square().sum() + expected_out.sum(), [x, *net.parameters()]
+        )
+        for mine, its in zip(got, expected, strict=True):
+            torch.testing.assert_close(mine, its, rtol=1e-10, atol=1e-12)

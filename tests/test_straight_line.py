@@ -68,6 +68,50 @@ def test_sums_of_products(fn, for_compiler):
         assert torch.equal(t, before)
 
 
+JOINED = {
+    "batches": (lambda a, b, c, d: (a.bmm(b) + c.bmm(d),), {"baddbmm_": 1}),
+    "three batches": (lambda a, b, c, d: (a.bmm(b) + c.bmm(d) + d.bmm(a),), {"baddbmm_": 2}),
+    "a batch that is read again": (
+        lambda a, b, c, d: (lambda p: (p + c.bmm(d), p.relu()))(a.bmm(b)), {"baddbmm_": 0},
+    ),
+    "a batch that is returned": (
+        lambda a, b, c, d: (lambda p: (p + c.bmm(d), p))(a.bmm(b)), {"baddbmm_": 0},
+    ),
+    "a batch added to something given": (lambda a, b, c, d: (a + c.bmm(d),), {"baddbmm_": 0}),
+    "multiples": (lambda a, b, c, d: (a * b + c * d,), {"addcmul": 1}),
+    "a multiple on the left": (lambda a, b, c, d: (a * b + c,), {"addcmul": 1}),
+    "broadcast within": (lambda a, b, c, d: (a + b[:1] * c,), {"addcmul": 1}),
+    "broadcast": (lambda a, b, c, d: (a + b[:1] * c[:1],), {"addcmul": 0}),
+    "to a row": (lambda a, b, c, d: (a[:1] + b * c,), {"addcmul": 0}),
+    "a number": (lambda a, b, c, d: (a + b * 2.0,), {"addcmul": 0}),
+    "read twice": (lambda a, b, c, d: (lambda p: (a + p, p))(b * c), {"addcmul": 0}),
+    "another dtype": (lambda a, b, c, d: (a + b.float() * c.float(),), {"addcmul": 0}),
+    "turned": (lambda a, b, c, d: (a.mT + b * c,), {"addcmul": 1}),
+    "laid out unlike the sum": (lambda a, b, c, d: (b * c + a.mT,), {"addcmul": 0}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("for_compiler", [False, True])
+@pytest.mark.parametrize("name", JOINED)
+def test_sums_of_batches_and_multiples(name, for_compiler):
+    """By one kernel, and the summands of others untouched; a compiler gets them as they were."""
+    fn, expected = JOINED[name]
+    tensors = [torch.randn(3, 4, 4, dtype=torch.float64) for _ in range(4)]
+    given = [t.clone() for t in tensors]
+    graph = make_fx(fn, tracing_mode="fake")(*tensors)
+    straight_line.clean(graph, for_compiler)
+    ((kind, count),) = expected.items()
+    found = [str(node.target).removeprefix("aten.").split(".")[0] for node in graph.graph.nodes]
+    assert found.count(kind) == (0 if for_compiler else count)
+    if not for_compiler:
+        boxed = straight_line.boxed(graph)
+        for _ in range(2):
+            for mine, its in zip(boxed(list(tensors)), fn(*given), strict=True):
+                torch.testing.assert_close(mine, its)
+                assert mine.stride() == its.stride()
+    assert all(map(torch.equal, tensors, given))
+
+
 def flat_at_other_strides(fn, traced, given):
     graph = make_fx(fn, tracing_mode="fake")(traced)
     straight_line.clean(graph)

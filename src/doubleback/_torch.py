@@ -204,6 +204,10 @@ NAMES: dict[str, tuple[str, str]] = {
         "torch.fx.experimental.symbolic_shapes:ShapeEnv",
         "holds the symbols of open sizes and what was asked about them",
     ),
+    "statically_known_true": (
+        "torch.fx.experimental.symbolic_shapes:statically_known_true",
+        "whether a relation of open sizes holds at all of them, without a guard for it",
+    ),
     "DimDynamic": (
         "torch.fx.experimental.symbolic_shapes:DimDynamic",
         "says that a size is open",

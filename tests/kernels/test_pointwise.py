@@ -294,3 +294,39 @@ def test_what_is_not_constant_over_places(name, monkeypatch):
     s = NOT_SO[name](x)
     assert not anywhere(x, s)
     assert torch.equal(pointwise.times_over_places(x, s), x * s)
+
+
+# ------------------------------------------------------------------------------ softmax along rows
+
+
+def softmax_truth(u: Tensor, xi: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+    """(∂_u⟨ξ, S q⟩, S q) by autograd in float64, S the derivative of softmax at u."""
+    u, xi = u.double().requires_grad_(), xi.double().requires_grad_()
+    (pulled,) = torch.autograd.grad(u.softmax(-1), u, xi, create_graph=True)
+    source, tangent = torch.autograd.grad((pulled * q.double()).sum(), (u, xi))
+    return source, tangent
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", [torch.float64, *(DTYPES if CUDA else DTYPES[:1])], ids=str)
+@pytest.mark.parametrize("shape", [(3, 2, 5, 49), (7, 64), (2, 1), (1, 300), (5, 0)], ids=str)
+def test_softmax(shape, dtype):
+    """Rows that fill a block and rows that do not; tensors that are laid out in other ways."""
+    u, xi, q = (torch.randn(shape, dtype=torch.float64, device=DEVICE).to(dtype) for _ in range(3))
+    s = u.softmax(-1) if dtype == torch.float64 else u.double().softmax(-1).to(dtype)
+    xi = xi.mT.contiguous().mT
+    truth = softmax_truth(s.double().log(), xi, q)
+    for tangent in (True, False):
+        found = pointwise.launch_softmax(s, xi, q, tangent)
+        assert len(found) == 1 + tangent
+        for mine, its in zip(found, truth, strict=False):
+            assert mine.dtype == dtype and mine.shape == shape
+            assert not mine.numel() or error(mine, its) <= TOLERANCE[dtype]
+
+
+@needs_triton
+def test_softmax_of_rows_that_are_masked_throughout():
+    s = torch.zeros(2, 5, device=DEVICE)
+    s[0, :2] = 0.5
+    source, tangent = pointwise.launch_softmax(s, torch.ones_like(s), torch.ones_like(s), True)
+    assert not source[1].any() and not tangent[1].any()

@@ -12,6 +12,8 @@ written as the products, activations and draws that they are made of.
 
 from __future__ import annotations
 
+import itertools
+import math
 import operator
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -91,6 +93,8 @@ def lift(module: torch.fx.GraphModule, given: Sequence[Any]) -> Graph:
     with _torch.compile_lock, torch.enable_grad(), composites, _own_kernels_only():
         trace = make_fx(run, parts, tracing_mode="symbolic", record_module_stack=True)
         flat = trace(*[t.detach() if isinstance(t, Tensor) else t for t in fakes])
+    _drop_copies(flat.graph)
+    _join_pieces(flat.graph)
     names = [_name(n) for n in placeholders]
     return replace(_Converter(flat, names).graph(written, marked, trained), returned=returned)
 
@@ -546,6 +550,108 @@ def _module(node: torch.fx.Node) -> str:
     return path.removeprefix("L['net']").lstrip(".")
 
 
+# What a graph holds that need not be computed -----------------------------------------------------
+
+
+def _drop_copies(graph: torch.fx.Graph) -> None:
+    """Leave out copies of what lies in memory as they would: of `contiguous()`, of dropout at rate
+    0, of padding by nothing. They stay where memory is the caller's: where the network was given
+    it, since it may be written to before the derivatives read it, or returns it."""
+    shown: set[torch.fx.Node] = set()
+    for node in graph.output_node().all_input_nodes:
+        while node not in shown:
+            shown.add(node)
+            node = _viewed(node) or node
+    for node in list(graph.nodes):
+        pads = node.target is aten.pad.default and not any(node.args[1])
+        if node in shown or not (pads or node.target is aten.clone.default):
+            continue
+        root = x = node.args[0]
+        while (before := _viewed(root)) is not None:
+            root = before
+        if root.op == "call_function" and root not in shown and _lies_alike(node, x):
+            node.replace_all_uses_with(x)
+            graph.erase_node(node)
+
+
+def _viewed(node: torch.fx.Node) -> torch.fx.Node | None:
+    """What a node may share its memory with: that of which it is a view or a part."""
+    if node.op != "call_function" or not node.all_input_nodes:
+        return None
+    op = node.target
+    own = isinstance(op, OpOverload) and not any(r.alias_info for r in op._schema.returns)
+    if own and op not in (aten._unsafe_view.default, aten.reshape.default):
+        return None
+    return node.all_input_nodes[0]
+
+
+def _lies_alike(left: torch.fx.Node, right: torch.fx.Node) -> bool:
+    a, b = left.meta["val"], right.meta["val"]
+    steps = zip((*a.shape, *a.stride()), (*b.shape, *b.stride()), strict=True)
+    return a.dtype == b.dtype and all(_surely_equal(m, n) for m, n in steps)
+
+
+def _join_pieces(graph: torch.fx.Graph) -> None:
+    """q, k, v = qkv[0], qkv[1], qkv[2] becomes qkv.unbind(0), and slices that cover a tensor its
+    split: the transpose is then one copy. That of a piece alone is a tensor of zeros to write it
+    into, as large as the whole, and a sum of as many as there are pieces."""
+    pieces: dict[Any, dict[Any, list[torch.fx.Node]]] = {}
+    for node in graph.nodes:
+        found = _piece(node)
+        if found is not None:
+            whole, where = found
+            pieces.setdefault(whole, {}).setdefault(where, []).append(node)
+    for (x, dim, length, kind), places in pieces.items():
+        order = sorted(places)
+        ends = [0, *(stop for _, stop in order)]
+        covered = [start for start, _ in order] == ends[:-1] and ends[-1] == length
+        if len(order) < 2 or not covered:
+            continue
+        nodes = [places[where] for where in order]
+        first = min((n for each in nodes for n in each), key=list(graph.nodes).index)
+        values = [each[0].meta["val"] for each in nodes]
+        with graph.inserting_before(first):
+            if kind is aten.select.int:
+                whole = graph.call_function(aten.unbind.int, (x, dim))
+            else:
+                sizes = [stop - start for start, stop in order]
+                whole = graph.call_function(aten.split_with_sizes.default, (x, sizes, dim))
+            whole.meta = {**first.meta, "val": values}
+            for i, each in enumerate(nodes):
+                part = graph.call_function(operator.getitem, (whole, i))
+                part.meta = {**each[0].meta}
+                for node in each:
+                    node.replace_all_uses_with(part)
+    for places in pieces.values():
+        for node in (n for each in places.values() for n in each):
+            if not node.users:
+                graph.erase_node(node)
+
+
+def _piece(node: torch.fx.Node) -> tuple[Any, tuple[int, int]] | None:
+    """((x, axis, its length, kind of piece), (start, stop)) where a node takes a piece out of x and
+    the axis has a known length."""
+    kind = node.target
+    if kind not in (aten.select.int, aten.slice.Tensor):
+        return None
+    x, axis, *rest = node.args
+    example = x.meta.get("val") if isinstance(x, torch.fx.Node) else None
+    if not isinstance(example, Tensor) or not isinstance(axis, int) or node.kwargs:
+        return None
+    axis %= example.dim()
+    length = example.shape[axis]
+    if type(length) is not int or any(type(n) not in (int, type(None)) for n in rest):
+        return None
+    if kind is aten.select.int:
+        start = rest[0] % length
+        return (x, axis, length, kind), (start, start + 1)
+    start, stop, step = (*rest, *(None, None, None)[len(rest) :])
+    start, stop, step = slice(start, stop, step).indices(length)
+    if step != 1 or stop <= start:
+        return None
+    return (x, axis, length, kind), (start, stop)
+
+
 # --------------------------------------------------------------------------------- decompositions
 
 
@@ -556,6 +662,7 @@ def decompositions() -> dict:
         op: _recurrent(decomposition_table[op]) for op in RECURRENT if op in decomposition_table
     }
     chosen[aten.scaled_dot_product_attention.default] = _attention_products
+    chosen[aten.matmul.default] = _matmul_of_heads
     chosen[aten.glu.default] = _glu
     chosen[aten.instance_norm.default] = _instance_norm
     chosen[aten.empty.memory_format] = _filled(aten.zeros.default)
@@ -670,6 +777,29 @@ def _dropout_variant(name: str):
         return x * (keep * a) + ((keep - 1) * (alpha * a) + alpha * a * p)
 
     return decomposed
+
+
+def _matmul_of_heads(a, b):
+    """Batches of matrices that do not lie one after the other, such as the heads of attention: they
+    are copied once, as `matmul` does, but by nodes of their own. Inside of it each product of each
+    sweep would copy them again."""
+    batch = a.shape[:-2]
+    alike = a.dim() == b.dim() and all(map(_surely_equal, batch, b.shape[:-2]))
+    if len(batch) < 2 or not alike or (_lies_in_a_row(a) and _lies_in_a_row(b)):
+        return NotImplemented
+    flat = [t.reshape(math.prod(batch), *t.shape[-2:]) for t in (a, b)]
+    return torch.bmm(*flat).reshape(*batch, a.shape[-2], b.shape[-1])
+
+
+def _surely_equal(m: Any, n: Any) -> bool:
+    return _torch.statically_known_true(m == n)
+
+
+def _lies_in_a_row(t: Tensor) -> bool:
+    """Whether the axes before a matrix's two are one in memory, whatever the sizes."""
+    steps = list(zip(t.shape, t.stride(), strict=True))[:-2]
+    pairs = itertools.pairwise([(n, step) for n, step in steps if not _surely_equal(n, 1)])
+    return all(_surely_equal(outer[1], inner[0] * inner[1]) for outer, inner in pairs)
 
 
 def _padded_convolution(n: int):

@@ -1,5 +1,5 @@
 """g″ of smooth activations by name, the curvature source g″(z)⊙h⊙ξ of a coordinate-wise g
-(theory §2), and what a mask lets through.
+(theory §2), that of softmax along rows (theory §4), and what a mask lets through.
 
 On CUDA the source is one Triton kernel: it reads three tensors and writes one, 8 bytes per entry in
 bfloat16. Elsewhere it is plain tensor operations. Arithmetic is float32 for 16-bit tensors. Kinks
@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .._torch import is_functorch_wrapped_tensor
 from ..dtypes import accumulation, lifted
 from ..errors import InputError
 from . import launch
@@ -459,3 +460,89 @@ def _planned_over_places(left: Tensor, right: Tensor, op: Callable) -> tuple[boo
 
 
 _places_plans: dict[Any, tuple[bool, Launch] | None] = {}
+
+
+# Softmax along rows ------------------------------------------------------------------------------
+
+
+LONGEST_ROW = 4096  # entries that a program holds at once
+
+
+@jit
+def _softmax_kernel(
+    s_ptr, xi_ptr, q_ptr, source_ptr, t_ptr, rows, length,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, ACC: tl.constexpr, TANGENT: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, COLUMNS)
+    live = (row < rows)[:, None] & (column < length)[None, :]
+    at = row[:, None] * length + column[None, :]
+    s = tl.load(s_ptr + at, mask=live, other=0).to(ACC)
+    a = tl.load(xi_ptr + at, mask=live, other=0).to(ACC)
+    b = tl.load(q_ptr + at, mask=live, other=0).to(ACC)
+    a -= tl.sum(s * a, 1)[:, None]
+    b -= tl.sum(s * b, 1)[:, None]
+    if TANGENT:
+        tl.store(t_ptr + at, s * b, mask=live)
+    ab = a * b
+    tl.store(source_ptr + at, s * (ab - tl.sum(s * ab, 1)[:, None]), mask=live)
+
+
+def launch_softmax(s: Tensor, xi: Tensor, q: Tensor, tangent: bool) -> list[Tensor]:
+    """[s⊙(a⊙b − ⟨s, a⊙b⟩)] with a = ξ − ⟨s,ξ⟩, b = q − ⟨s,q⟩, and where wanted the tangent s⊙b,
+    over the last axis; contiguous."""
+    given = [t.contiguous() for t in (s, xi, q)]
+    source = torch.empty_like(given[0])
+    t = torch.empty_like(source) if tangent else None
+    if s.numel():
+        key = (tangent, look(given[0]))
+        planned(_softmax_plans, key, lambda: _planned_softmax(s, tangent))(*given, source, t)
+    return [source] if t is None else [source, t]
+
+
+def _planned_softmax(s: Tensor, tangent: bool) -> Launch:
+    length = s.shape[-1]
+    count, columns = s.numel() // length, launch.power_of_two(length)
+    rows = max(1, 2048 // columns)
+    wide = accumulation(s.dtype) == torch.float64
+    return Launch(
+        _softmax_kernel, (triton.cdiv(count, rows),), (count, length), ROWS=rows, COLUMNS=columns,
+        ACC=tl.float64 if wide else tl.float32, TANGENT=tangent,
+    )  # fmt: skip
+
+
+_softmax_plans: dict[Any, Launch] = {}
+
+
+launch.opaque(
+    "softmax_second(Tensor s, Tensor xi, Tensor q, bool tangent) -> Tensor[]",
+    launch_softmax,
+    lambda s, xi, q, tangent: [
+        torch.empty_like(s, memory_format=torch.contiguous_format) for _ in range(1 + tangent)
+    ],
+)
+
+
+def fused_softmax(s: Tensor, xi: Tensor, q: Tensor, dim: int, tangent: bool) -> Any:
+    """The same as (tangent or None, source) in the form that the sweeps need now; None where they
+    write the formula out."""
+    tensors = (s, xi, q)
+    if launch.fusing() or launch.batched() or not launch.on_cuda(*tensors):
+        return None
+    if (
+        not s.dim()
+        or dim % s.dim() != s.dim() - 1
+        or any(map(is_functorch_wrapped_tensor, tensors))
+    ):
+        return None
+    length = s.shape[-1]
+    alike = all(t.dtype is s.dtype and t.shape == s.shape for t in tensors)
+    if not alike or s.dtype not in DTYPES or type(length) is not int or length > LONGEST_ROW:
+        return None
+    if not available():
+        return None
+    flat = launch.being_flattened()
+    source, *t = (torch.ops.doubleback.softmax_second if flat else launch_softmax)(
+        *tensors, tangent
+    )
+    return (t[0] if tangent else None), source

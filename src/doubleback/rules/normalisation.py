@@ -5,6 +5,7 @@ scaled dot-product attention as one node, by blocks, never an N×M matrix at onc
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -22,6 +23,7 @@ from ..kernels import (
     attention_tangent,
     backward_now,
     batch_norm_now,
+    fused_softmax,
     fusing,
     second_now,
     standardise,
@@ -281,7 +283,16 @@ def _softmax() -> Rule:
         source = softmax_curvature(call.out, xi, tangent_of(q), _dim(call))
         return (source.to(call.metas[0].dtype),)
 
-    return _general(backward, tangent, curvature)
+    def both(
+        call: Call, xi: Tensor, q: Tensors, wanted: Sequence[bool], need: bool
+    ) -> tuple[Tensor | None, Tensors]:
+        fused = fused_softmax(call.out, xi, tangent_of(q), _dim(call), need)
+        if fused is None:
+            sources = curvature(call, xi, q, wanted)
+            return tangent(call, q) if need else None, sources
+        return fused[0], (fused[1].to(call.metas[0].dtype),)
+
+    return replace(_general(backward, tangent, curvature), tangent_curvature=both)
 
 
 def _log_softmax() -> Rule:

@@ -33,7 +33,7 @@ _PURE_VIEWS = {
 
 def clean(module: torch.fx.GraphModule, for_compiler: bool = False) -> None:
     """Leave out what does nothing: views of the same shape, views of views, the same view twice;
-    one call for a product that is added to a gradient. Each call costs the host as much as a
+    one call for a product that is added to something. Each call costs the host as much as a
     kernel."""
     graph = module.graph
     seen: dict[Any, torch.fx.Node] = {}
@@ -50,6 +50,8 @@ def clean(module: torch.fx.GraphModule, for_compiler: bool = False) -> None:
             graph.erase_node(node)
         elif node.target is aten.add.Tensor:
             _join_product(graph, node, for_compiler)
+            if not for_compiler and not node._erased:
+                _join_multiple(graph, node)
     graph.eliminate_dead_code()
     if for_compiler:  # elsewhere `boxed` writes the code
         module.recompile()
@@ -156,7 +158,8 @@ def _near(earlier: torch.fx.Node, later: torch.fx.Node) -> bool:
 
 def _join_product(graph: torch.fx.Graph, node: torch.fx.Node, for_compiler: bool) -> None:
     """a + b c → addmm(a, b, c), for the product that was computed last; into a itself where a is
-    a product that nobody else reads, so that the sum of two takes no copy."""
+    a product that nobody else reads, so that the sum of two takes no copy. Batches of products only
+    so, and not for a compiler, which adds them up with what comes next."""
     if node.kwargs or len(node.args) != 2:
         return
     left, right = node.args
@@ -164,7 +167,7 @@ def _join_product(graph: torch.fx.Graph, node: torch.fx.Node, for_compiler: bool
         fits = (
             isinstance(base, torch.fx.Node)
             and isinstance(product, torch.fx.Node)
-            and product.target is aten.mm.default
+            and product.target in (aten.mm.default, *_batches(base, for_compiler))
             and len(product.users) == 1
             and _near(product, node)
             and _alike(base.meta["val"].shape, product.meta["val"].shape)
@@ -179,13 +182,52 @@ def _join_product(graph: torch.fx.Graph, node: torch.fx.Node, for_compiler: bool
             return
 
 
+def _join_multiple(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
+    """a + b⊙c → addcmul(a, b, c), which passes over memory once: for tensors of one dtype, where
+    the sum is laid out like a."""
+    if node.kwargs or len(node.args) != 2:
+        return
+    left, right = node.args
+    for base, product in ((left, right), (right, left)):
+        nodes = (base, product, *getattr(product, "args", ()))
+        if not all(isinstance(n, torch.fx.Node) for n in nodes) or len(nodes) != 4:
+            continue
+        values = [n.meta.get("val") for n in (node, *nodes)]
+        fits = (
+            product.target is aten.mul.Tensor
+            and not product.kwargs
+            and len(product.users) == 1
+            and _near(product, node)
+            and not (_is_over_places(product) or _is_over_places(node))
+            and all(isinstance(v, Tensor) and v.dim() and v.is_floating_point() for v in values)
+            and len({(v.dtype, v.device) for v in values}) == 1
+            and _alike(values[1].shape, values[2].shape)
+            and _alike(values[1].stride(), values[0].stride())
+        )
+        if fits:
+            with graph.inserting_before(node):
+                joined = graph.call_function(aten.addcmul.default, (base, *product.args))
+            joined.meta = dict(node.meta)
+            node.replace_all_uses_with(joined)
+            graph.erase_node(node)
+            return
+
+
 _PRODUCTS = (aten.mm.default, aten.addmm.default, "addmm_")
+_BATCHES = (aten.bmm.default, "baddbmm_")
+
+
+def _batches(base: torch.fx.Node, for_compiler: bool) -> tuple[Any, ...]:
+    into = base.target in _BATCHES and len(base.users) == 1 and not for_compiler
+    return (aten.bmm.default,) if into else ()
 
 
 def _add_product(
     graph: torch.fx.Graph, base: torch.fx.Node, b: Any, c: Any, for_compiler: bool
 ) -> torch.fx.Node:
     """The node that holds base + b c."""
+    if base.target in _BATCHES:
+        return graph.call_method("baddbmm_", (base, b, c))
     readers = [user for user in base.users if user.target is not ADD_PRODUCT]
     if base.target not in _PRODUCTS or len(readers) > 1:
         return graph.call_function(aten.addmm.default, (base, b, c))
