@@ -58,6 +58,12 @@ def test_links_within_the_repository_exist(page):
         assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_tables_end_with_an_empty_line(page):
+    """On the site a table takes in the line below it, be that a heading."""
+    assert not re.findall(r"^ *\|.*\n *[^|\s].*", page.read_text(encoding="utf-8"), re.MULTILINE)
+
+
 def test_every_page_has_its_place_on_the_site():
     """mkdocs.yml's navigation holds the pages of docs/, and those that a hook adds."""
     text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:\n")[2]
