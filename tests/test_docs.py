@@ -19,6 +19,8 @@ from tools import list_rules
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+GALLERY = ROOT / "examples" / "README.md"
+TABLE = re.compile(r"(?:^ *\|.*\n)+.*", re.MULTILINE)
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
 MODULES = [
@@ -58,10 +60,14 @@ def test_links_within_the_repository_exist(page):
         assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_tables_end_with_an_empty_line(page):
-    """On the site a table takes in the line below it, be that a heading."""
-    assert not re.findall(r"^ *\|.*\n *[^|\s].*", page.read_text(encoding="utf-8"), re.MULTILINE)
+@pytest.mark.parametrize("page", [*PAGES, GALLERY], ids=lambda page: page.name)
+def test_tables_are_tables(page):
+    """Rows of one length, a bar within a cell escaped; and an empty line below, without which the
+    site's table takes in what follows, be that a heading."""
+    for table in TABLE.finditer(page.read_text(encoding="utf-8")):
+        *rows, below = table.group().split("\n")
+        assert len({len(re.findall(r"(?<!\\)\|", row)) for row in rows}) == 1, rows[0]
+        assert not below, below
 
 
 def test_every_page_has_its_place_on_the_site():
