@@ -69,6 +69,20 @@ def not_a_net():
     return 3
 
 
+class Branches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 3)
+
+    def forward(self, x):
+        u = self.linear(x)
+        return u if u.sum() > 0 else -u
+
+
+def branches():
+    return Branches()
+
+
 def raises():
     raise KeyError("no such weight")
 
@@ -101,6 +115,7 @@ GOOD = [
     ("classifier", *IMAGES, "--loss", "mse", "--norm", "norm"),
     ("classifier", *IMAGES, "--loss", "bce", "--norm", "deviation"),
     ("classifier", *IMAGES, "--penalty", "output-gradient", "--index", "2"),
+    ("classifier", *IMAGES, "--penalty", "output-gradient", "--index", "sum"),
     ("classifier", *IMAGES, "--penalty", "gradient-match", "--index", "0"),
     ("classifier", *IMAGES, "--penalty", "bilinear-form"),
     ("classifier", *IMAGES, "--penalty", "jacobian", "--of", "softmax", "--chunk", "3"),
@@ -379,7 +394,18 @@ def test_bad_idx_files_are_one_line(mnist, capsys, spoil, message):
         (("check", "their_nets:clasifier", *IMAGES), "did you mean 'classifier'?"),
         (("check", "their_nets:critic", *ROWS, "--device", "gpu"), "choose from cpu, cuda"),
         (("explain", "their_nets:TwoInputs", *PAIR, "--penalty", "jacobian"), "--output KEY"),
-        (("explain", "their_nets:classifier", *IMAGES, "--penalty", "output-gradient"), "--index"),
+        (
+            ("explain", "their_nets:classifier", *IMAGES, "--penalty", "output-gradient"),
+            "choose an entry: --index I, or their sum: --index sum",
+        ),
+        (
+            ("explain", "their_nets:classifier", *IMAGES, "--penalty", "gradient-match"),
+            "or their sum: --index sum\n",
+        ),
+        (
+            ("check", "their_nets:branches", *ROWS),
+            ": return u if u.sum() > 0 else -u. Remedy: ",
+        ),
         pytest.param(
             ("check", "their_nets:critic", *ROWS, "--device", "cuda"),
             "finds no CUDA device",
@@ -397,6 +423,7 @@ def test_bad_values_are_answered_in_one_line(nets, capsys, arguments, message):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (("check", "a:b", *ROWS, "--index", "all"), "'all' is neither a number nor sum"),
         (("chek",), "did you mean 'check'?"),
         (("check", "a:b", *ROWS, "--penalty", "jacobain"), "did you mean 'jacobian'?"),
         (("check", "a:b", *ROWS, "--los", "cros_entropy"), "did you mean 'cross_entropy'?"),

@@ -313,7 +313,8 @@ def test_a_toml_file(theirs, capsys):
     [
         ('penalti = "jacobian"', "did you mean 'penalty'?"),
         ('penalty = "jacobain"', "did you mean 'jacobian'?"),
-        ("epochs = 1.5", "epochs must be a int"),
+        ("epochs = 1.5", "epochs must be a whole number, not 1.5"),
+        ('penalty = "output-gradient"\nindex = "all"', "index must be"),
         ("epochs = 0", "at least 1"),
         ("epochs = ", "is no TOML"),
         ('data = "theirs:none"', "must return a data set"),

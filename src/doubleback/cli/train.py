@@ -71,7 +71,7 @@ class Settings:
     loss: str = "cross_entropy"
     weight: float = 0.1
     norm: str | None = None
-    index: int | None = None
+    index: int | str | None = None
     of: str | None = None
     projections: int | None = None
     chunk: int | None = None
@@ -128,10 +128,17 @@ def _toml(name: str) -> dict[str, Any]:
 
 def _fitting(value: Any, annotation: Any, where: str) -> Any:
     """A TOML value of the type that a setting has; whole numbers do for others."""
-    kinds = {"str": str, "int": int, "float": (int, float), "bool": bool}
+    kinds = {
+        "int": (int, "a whole number"),
+        "float": ((int, float), "a number"),
+        "str": (str, "a string"),
+        "bool": (bool, "true or false"),
+    }
     names = [part for part in str(annotation).split(" | ") if part != "None"]
-    if isinstance(value, bool) != (names == ["bool"]) or not isinstance(value, kinds[names[0]]):
-        raise UsageError(f"{where} must be a {names[0]}, not {value!r}")
+    fits = any(isinstance(value, kinds[name][0]) for name in names)
+    if isinstance(value, bool) != (names == ["bool"]) or not fits:
+        told = " or ".join(kinds[name][1] for name in names)
+        raise UsageError(f"{where} must be {told}, not {value!r}")
     return float(value) if names == ["float"] else value
 
 
