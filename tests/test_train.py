@@ -81,6 +81,10 @@ def still():
     return TensorDataset(whole.x, whole.y)
 
 
+def parted():
+    return still(), still()
+
+
 def slopes():
     whole = Shaken()
     return TensorDataset(whole.x, (whole.x**2).sum(1, keepdim=True), 2 * whole.x)
@@ -357,14 +361,14 @@ os._exit(0)  # where Python ends as usual, gloo's threads may abort it: docs/dis
 
 
 def test_two_processes_are_one(theirs):
-    """And go on after both were stopped."""
+    """And go on after both were stopped. They measure the same on the test set, too."""
     (theirs / "several.py").write_text(SEVERAL)
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(theirs)]),
         "OMP_NUM_THREADS": "1",
     }
-    options = ["--model", "theirs:plain", "--data", "theirs:still", *SHORT]
+    options = ["--model", "theirs:plain", "--data", "theirs:parted", *SHORT]
 
     def launch(*runs: tuple[str, ...]) -> None:
         told = json.dumps([[*options, *more] for more in runs])
@@ -383,3 +387,7 @@ def test_two_processes_are_one(theirs):
     for name, weight in _weights("one").items():
         for two in ("ddp", "fsdp2"):
             torch.testing.assert_close(_weights(two)[name], weight, rtol=1e-4, atol=1e-5)
+    last = {two: json.loads(Path(two, "metrics.jsonl").read_text().splitlines()[-1])
+            for two in ("one", "ddp", "fsdp2")}  # fmt: skip
+    assert last["ddp"] == pytest.approx(last["one"], rel=1e-4)
+    assert last["fsdp2"] == pytest.approx(last["one"], rel=1e-4) and "test loss" in last["one"]

@@ -511,6 +511,10 @@ class Training:
     @torch.no_grad()
     def validate(self) -> dict[str, float]:
         """Mean loss, and accuracy where the labels are classes, on the test set."""
+        sharded = self.settings.wrap == "fsdp2" and self.processes.count > 1
+        whole: Any = self.wrapped
+        if sharded:
+            whole.unshard()  # the net alone is called, whose parameters are in pieces otherwise
         self.model.eval()
         total, hits, count, classes = 0.0, 0, 0, False
         size = self.settings.batch
@@ -523,6 +527,8 @@ class Training:
             hits += int((out.argmax(1) == y).sum()) if classes else 0
             count += len(y)
         self.model.train()
+        if sharded:
+            whole.reshard()
         measured = {"test loss": total / count}
         return measured | ({"test accuracy": hits / count} if classes else {})
 
