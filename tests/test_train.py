@@ -182,6 +182,31 @@ def test_stopped_and_resumed(theirs, capsys, monkeypatch):
     assert lines[0] == lines[1]
 
 
+def test_stopped_under_torchrun(theirs, capsys, monkeypatch):
+    """It hands the terminal's Ctrl-C on to processes that have had it: every one has two."""
+    once = train.Training.once
+
+    def interrupted(self, batch):
+        if self.step == 4:
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+        return once(self, batch)
+
+    monkeypatch.setattr(train.Training, "once", interrupted)
+    assert _train(*NET, "--out", "alone") == 130
+    assert capsys.readouterr().err == "doubleback: interrupted\n"
+    for name, value in (
+        ("TORCHELASTIC_RUN_ID", "x"),
+        ("WORLD_SIZE", "4"),
+        ("LOCAL_WORLD_SIZE", "2"),
+    ):
+        monkeypatch.setenv(name, value)
+    assert _train(*NET, "--out", "run") == 130
+    told = capsys.readouterr().err
+    assert "stopped after step 5" in told
+    assert "  torchrun --nnodes 2 --nproc-per-node 2 -m doubleback train --model" in told
+
+
 def _go(folder: str, slow: str) -> None:
     """In a process of its own."""
     os.chdir(folder)

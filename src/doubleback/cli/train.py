@@ -661,7 +661,8 @@ def _whole(training: Training, arguments: argparse.Namespace) -> int:
 
 def _stopper(training: Training) -> Any:
     def stop(number: int, frame: Any) -> None:
-        if training.stopped:  # asked for twice
+        # Asked for twice: but torchrun passes on what the terminal has sent to every process.
+        if training.stopped and "TORCHELASTIC_RUN_ID" not in os.environ:
             raise KeyboardInterrupt
         training.stopped = True
 
@@ -701,6 +702,10 @@ def _steps(training: Training, metrics: Metrics | None, quiet: bool) -> dict[str
 def _again(settings: Settings, arguments: argparse.Namespace) -> str:
     """The command that goes on with this run."""
     words = ["doubleback", "train", *([arguments.config] if arguments.config else [])]
+    if (count := int(os.environ.get("WORLD_SIZE", 1))) > 1:
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", count))
+        nodes = ["--nnodes", str(count // here)] if count > here else []
+        words = ["torchrun", *nodes, "--nproc-per-node", str(here), "-m", *words]
     for field in fields(settings):
         value = getattr(arguments, field.name)
         if value is not None and value is not False:
