@@ -722,16 +722,17 @@ def batch_norm_now(
     quicker than PyTorch's; None where they are not."""
     if launch.fusing() or not _summed_slowly(Groups.batch_norm(), x) or not launch.available():
         return None
-    if not (_recorded(x) or eager(x, weight, bias)):
+    if not (_recorded() or eager(x, weight, bias)):
         return None
-    run = torch.ops.doubleback.batch_norm_forward if _recorded(x) else _launch_forward
+    run = torch.ops.doubleback.batch_norm_forward if _recorded() else _launch_forward
     mean, var = running or (None, None)
     return tuple(run(x, weight, bias, mean, var, momentum, eps))
 
 
-def _recorded(x: Tensor) -> bool:
-    """Whether kernels are recorded now, each as one operator."""
-    return launch.being_flattened() and launch.on_cuda(x) and not launch.fusing()
+def _recorded() -> bool:
+    """Whether kernels are recorded now, each as one operator: without a GPU too, since tracing the
+    twenty steps of a formula takes far longer than calling them by one more function."""
+    return launch.being_flattened() and not launch.fusing()
 
 
 def backward_now(
@@ -739,7 +740,8 @@ def backward_now(
     weight: Tensor | None, wanted: Sequence[bool],
 ) -> Three:  # fmt: skip
     """`standardise_backward` in the form that the sweeps need now."""
-    if not (_recorded(x) and _summed_slowly(groups, x)):
+    own = _summed_slowly(groups, x) or (groups.kind == "batch" and x.is_cpu)
+    if not (own and _recorded()):
         return standardise_backward(
             groups, xi, x, mean, rstd, weight, wanted, fused=not launch.fusing()
         )
@@ -754,7 +756,7 @@ def second_now(
     weight: Tensor | None, wanted: Sequence[bool], tangent: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """`standardise_second` in the form that the sweeps need now."""
-    if not _recorded(x):
+    if not _recorded():
         return standardise_second(
             groups, xi, q, x, mean, rstd, weight, wanted, tangent, fused=not launch.fusing()
         )
