@@ -6,6 +6,7 @@ import doctest
 import importlib
 import pkgutil
 import re
+import shlex
 import subprocess
 import sys
 import types
@@ -15,6 +16,7 @@ import pytest
 import torch
 
 import doubleback
+from doubleback import cli
 from tools import list_rules
 
 ROOT = Path(__file__).parents[1]
@@ -68,6 +70,19 @@ def test_tables_are_tables(page):
         *rows, below = table.group().split("\n")
         assert len({len(re.findall(r"(?<!\\)\|", row)) for row in rows}) == 1, rows[0]
         assert not below, below
+
+
+@pytest.mark.parametrize("page", [*PAGES, GALLERY], ids=lambda page: page.name)
+def test_commands_that_are_shown_exist(page):
+    text = page.read_text(encoding="utf-8")
+    for block in re.findall(r"^```bash\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+        for line in block.replace("\\\n", " ").splitlines():
+            words = shlex.split(line, comments=True)
+            if "doubleback" in words:
+                cli._parser().parse_args(words[words.index("doubleback") + 1 :])
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M)
+    shown = re.findall(r"(?:^|`)make ([a-z-]+)", text, re.MULTILINE)
+    assert set(shown) <= set(targets)
 
 
 def test_every_page_has_its_place_on_the_site():
