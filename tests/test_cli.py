@@ -83,6 +83,20 @@ def branches():
     return Branches()
 
 
+def not_finite():
+    net = critic()
+    nn.init.constant_(next(net.parameters()), float("nan"))
+    return net
+
+
+def maps():
+    return nn.Sequential(nn.Linear(6, 12), nn.Unflatten(1, (3, 4)))
+
+
+def probabilities():
+    return nn.Sequential(nn.Linear(6, 3), nn.Softmax(1))
+
+
 def raises():
     raise KeyError("no such weight")
 
@@ -161,6 +175,17 @@ BAD = [
     ("their_nets:penalised", (*ROWS, "--penalty", "output-gradient"), "a Penalised already"),
     ("their_nets:classifier", ROWS, "the net fails on inputs of shape (4, 6): RuntimeError"),
     ("their_nets:own_loss", IMAGES, "a loss of your own"),
+    ("their_nets:not_finite", ROWS, "autograd's own gradients are not finite"),
+    (
+        "their_nets:maps",
+        (*ROWS, "--penalty", "jacobian"),
+        "12 entries per example; estimate with --projections n",
+    ),
+    (
+        "their_nets:classifier",
+        (*IMAGES, "--penalty", "jacobian", "--projections", "9"),
+        "exceeds the 5 directions of an output of shape (3, 5); leave it out, which is exact",
+    ),
     ("their_nets:TwoInputs", PAIR, "choose with --output"),
     ("their_nets:classifier", (*IMAGES, "--classes", "500"), ""),
     ("their_nets:classifier", (*IMAGES, "--penalty", "output-gradient", "--index", "9"), ""),
@@ -174,6 +199,15 @@ def test_an_error_is_one_line_on_stderr(nets, capsys, target, arguments, message
     assert not printed.out
     assert printed.err.startswith("doubleback: ") and printed.err.count("\n") == 1
     assert message in printed.err
+
+
+@pytest.mark.filterwarnings("default::doubleback.errors.PenaltyWarning")
+def test_a_warning_is_one_line_on_stderr(nets, capsys):
+    softmax = ("--penalty", "jacobian", "--of", "softmax")
+    assert _run("explain", "their_nets:probabilities", *ROWS, *softmax) == 0
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("doubleback: warning: --of softmax on a network that already ends in")
+    assert line.endswith("Use --of output")
 
 
 def test_an_error_of_the_users_own_is_shown_whole(nets, capsys):

@@ -18,7 +18,9 @@ import importlib.util
 import re
 import sys
 import traceback
+import warnings
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 from doubleback.errors import DoublebackError
@@ -37,7 +39,14 @@ WORDS = (
     (r"train, and call net\.eval\(\)", "train, and pass --eval"),
     (r"with output= *(\([^)]*\))?", "with --output KEY"),
     (r"\boutput=('[^']*'|-?\d+)", r"--output \1"),
-    (r"\bprojections=(\d+|n|…)", "--projections"),
+    (r"\bprojections=(\d+|n|…)", r"--projections \1"),
+    (r"\bprojections=None is", "leave it out, which is"),
+    (r"choose some with entries=.*\"all\", or estimate", "estimate"),
+    (r", choose outputs with entries=.*\"all\"", ""),
+    (r"\bof=\"(\w+)\"", r"--of \1"),
+    (r"Jacobian\(chunk=\.\.\.\)", "--chunk"),
+    (r" wrt=0 of shape", " of shape"),
+    (r" Pass allow_unused=True if that is meant", ""),
     (r"\bindex=\.\.\.", "--index I"),
     (r'\bindex="sum"', "--index sum"),
     (r"(OutputGradient|GradientMatch)\((--index \w+)\)", r"\2"),
@@ -57,6 +66,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.print_help(sys.stderr)
         return 2
     arguments = parser.parse_args(argv)
+    with warnings.catch_warnings():
+        warnings.showwarning = partial(_warned, warnings.showwarning)
+        return _run(arguments)
+
+
+def _run(arguments: argparse.Namespace) -> int:
     room, _, function = COMMANDS[arguments.command][0].partition(":")
     try:
         command = getattr(importlib.import_module(f"doubleback.cli.{room}"), function)
@@ -98,6 +113,14 @@ def _unknown(given: str, names: Sequence[str], more: str = "") -> str:
     near = near or [name for name in names if len(given) > 2 and name.startswith(given)]
     meant = f"; did you mean {near[0]!r}?" if near else ""
     return f"unknown {given!r}{meant} (choose from {', '.join(names)}{', ' if more else ''}{more})"
+
+
+def _warned(otherwise: Callable[..., Any], message: Any, category: Any, *where: Any) -> None:
+    """The library's own warnings, like its errors: on one line, without a place in the source."""
+    if category.__module__.partition(".")[0] == "doubleback":
+        print(f"doubleback: warning: {_told(message)}", file=sys.stderr)
+    else:
+        otherwise(message, category, *where)
 
 
 def _told(error: BaseException) -> str:
