@@ -76,7 +76,7 @@ test-sizes: $(STAMP)
 docs: $(STAMP)
 	@$(PIP) --no-build-isolation --editable '.[docs]'
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet $(ARGS)
-	@echo "build/site/index.html"
+	@echo "build/site/index.html (its search needs a server: $(PYTHON) -m http.server --directory build/site)"
 
 lint: $(STAMP)
 	@$(BIN)/ruff check
