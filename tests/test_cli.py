@@ -83,6 +83,10 @@ def branches():
     return Branches()
 
 
+def wide(width):
+    return nn.Linear(6, width)
+
+
 def not_finite():
     net = critic()
     nn.init.constant_(next(net.parameters()), float("nan"))
@@ -175,6 +179,7 @@ BAD = [
     ("their_nets:penalised", (*ROWS, "--penalty", "output-gradient"), "a Penalised already"),
     ("their_nets:classifier", ROWS, "the net fails on inputs of shape (4, 6): RuntimeError"),
     ("their_nets:own_loss", IMAGES, "a loss of your own"),
+    ("their_nets:wide", ROWS, "is called without arguments: missing a required argument: 'width'"),
     ("their_nets:not_finite", ROWS, "autograd's own gradients are not finite"),
     (
         "their_nets:maps",
