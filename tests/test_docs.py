@@ -70,6 +70,7 @@ def test_tables_are_tables(page):
         *rows, below = table.group().split("\n")
         assert len({len(re.findall(r"(?<!\\)\|", row)) for row in rows}) == 1, rows[0]
         assert not below, below
+        assert all(re.match(r"(?: {4})*\|", row) for row in rows), "in a list: four spaces"
 
 
 @pytest.mark.parametrize("page", [*PAGES, GALLERY], ids=lambda page: page.name)
