@@ -421,7 +421,8 @@ tr.ours td { font-weight: 600; }
 .ours .bar { background: var(--good); }
 .new { color: var(--good); } .old { color: var(--soft); }
 @media (max-width: 40rem) { th, td { padding: .3rem .4rem; font-size: .9rem; }
-  .costs td:last-child, .costs th:last-child { width: 20%; } }
+  th { white-space: normal; }
+  .costs td:last-child, .costs th:last-child { display: none; } }
 .charts { display: flex; flex-wrap: wrap; gap: 1.5rem; } .charts svg { flex: 1 1 20rem; }
 svg { max-width: 34rem; height: auto; }
 svg text { fill: var(--soft); font: 12px system-ui, sans-serif; }
