@@ -176,6 +176,22 @@ NAMES: dict[str, tuple[str, str]] = {
         "torch._dynamo.config",
         "settings for the length of a capture (recurrent layers, hooks, how many graphs)",
     ),
+    "dynamo_builder": (
+        "torch._dynamo.variables.builder",
+        "guards of what one object is known as, which lack some",
+    ),
+    "GuardBuilder": (
+        "torch._dynamo.guards:GuardBuilder",
+        "the guard that is added there: two names, one object",
+    ),
+    "LazyVariableTracker": (
+        "torch._dynamo.variables.lazy:LazyVariableTracker",
+        "what a dictionary may be looked up with although Dynamo has not looked at it",
+    ),
+    "ConstDictKeySource": (
+        "torch._dynamo.source:ConstDictKeySource",
+        "a key of a dictionary that is there, which is guarded with it",
+    ),
     "BackendCompilerFailed": (
         "torch._dynamo.exc:BackendCompilerFailed",
         "tells our own refusal of a graph from Dynamo's of a program",
