@@ -429,6 +429,7 @@ OPERATORS: dict[str, str] = {
     "_local_scalar_dense": "`item()`, which a captured graph must not hold",
     "_log_softmax_backward_data": "the derivative of log softmax from its result",
     "_native_batch_norm_legit": "batch norm with the statistics of the batch",
+    "_native_batch_norm_legit_functional": "the same with new running statistics as results",
     "_native_batch_norm_legit_no_training": "batch norm in eval mode, piecewise affine",
     "_safe_softmax": "attention's softmax, with zeros in rows that are masked throughout",
     "_scaled_dot_product_attention_math": "attention by products, where its dropout is given",
