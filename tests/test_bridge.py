@@ -824,3 +824,23 @@ def test_compiled_gradients_in_stretches(monkeypatch):
     penalty = db.LossGradient("cross_entropy")
     model = db.Penalised(nets[0], penalty, strict=True, sweeps=True, compile=True)
     stretched_steps(model, db.Penalised(nets[1], penalty, sweeps=False), sizes=(6, 6, 5, 4))
+
+
+@pytest.mark.parametrize("step", [0, 3], ids=["node by node", "flat"])
+def test_many_cotangents_at_once_are_refused(step):
+    """`is_grads_batched` says what to do, and what it says works; nothing is used up by it."""
+    net = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Tanh(), nn.Linear(4, 2)).double()
+    model = db.Penalised(net, db.OutputGradient(0))
+    x = torch.randn(5, 3, dtype=torch.float64)
+    for _ in range(step):
+        model(x)[1].backward()
+    seeds = torch.randn(6, 5, 2, dtype=torch.float64)
+    parameters = list(net.parameters())
+    out, _ = model(x)
+    with pytest.raises(db.InputError, match="sweeps=False"):
+        torch.autograd.grad(out, parameters, seeds, is_grads_batched=True)
+    one_by_one = [torch.autograd.grad(out, parameters, s, retain_graph=True) for s in seeds]
+    out, _ = db.Penalised(net, db.OutputGradient(0), sweeps=False)(x)
+    together = torch.autograd.grad(out, parameters, seeds, is_grads_batched=True)
+    for mine, its in zip(zip(*one_by_one, strict=True), together, strict=True):
+        torch.testing.assert_close(torch.stack(mine), its)

@@ -227,15 +227,19 @@ def standardise_backward(
     return cast(dx, x), cast(dw, like), cast(db, like)
 
 
-LARGE = 1 << 22  # entries from which on a batch norm's sums by PyTorch take longer than a launch
+# Entries from which on a batch norm by kernels of our own is quicker than by PyTorch's: where what
+# is recorded now runs as a CUDA graph, and where each of their dozen launches waits for the host.
+LARGE, LARGE_WHEN_LAUNCHED = 1 << 22, 1 << 25
 
 
 def _summed_slowly(groups: Groups, x: Tensor) -> bool:
-    """Whether PyTorch's kernel for the sums is far from the memory's speed: batch norm,
-    channels-last, on a GPU."""
+    """Whether PyTorch's kernel for the sums is so far from the memory's speed that ours pay: batch
+    norm, channels-last, on a GPU."""
     if groups.kind != "batch" or not x.is_cuda or isinstance(x.numel(), torch.SymInt):
         return False
-    return x.numel() >= LARGE and groups.layout(x) != torch.contiguous_format
+    graphed = launch.being_flattened() or torch.cuda.is_current_stream_capturing()
+    large = x.numel() >= (LARGE if graphed else LARGE_WHEN_LAUNCHED)
+    return large and groups.layout(x) != torch.contiguous_format
 
 
 def standardise_second(
@@ -694,10 +698,16 @@ def _launch_forward(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor | None,
     running_var: Tensor | None, momentum: float, eps: float,
 ) -> list[Tensor]:  # fmt: skip
+    # as it was recorded, wherever a kernel laid it out otherwise than it said it would
+    x = x.contiguous(memory_format=torch.channels_last if x.dim() == 4 else torch.channels_last_3d)
     running = None
     if running_mean is not None and running_var is not None:
         running = (running_mean, running_var)
-    return standardisation_triton.batch_forward(x, weight, bias, running, momentum, eps)
+    if _summed_slowly(Groups.batch_norm(), x):
+        return standardisation_triton.batch_forward(x, weight, bias, running, momentum, eps)
+    if running is None:
+        return aten._native_batch_norm_legit.no_stats(x, weight, bias, True, momentum, eps)
+    return aten._native_batch_norm_legit_functional(x, weight, bias, *running, True, momentum, eps)
 
 
 def _fake_forward(x, weight, bias, running_mean, running_var, momentum, eps):

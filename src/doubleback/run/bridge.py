@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .._torch import foreach_add_, get_current_graph_task_keep_graph, pytree
 from ..errors import InputError, StaleGraphError, ThirdDerivativeError
+from ..kernels import batched
 from .cuda_graphs import GraphedState, users
 from .program import Arrived, FlatState, Gradients, Program, memory
 from .state import behind, copies
@@ -200,6 +201,12 @@ class Bridge(torch.autograd.Function):
             raise StaleGraphError(
                 "backward again after one that failed, which had used up the sweeps' values: run "
                 "forward again"
+            )
+        if batched():
+            raise InputError(
+                "a backward pass along many cotangents at once (is_grads_batched, vectorize) does "
+                "not go through the sweeps: take one cotangent after another, or make the model "
+                "with sweeps=False"
             )
         _check_versions(ctx.versions)
         keep = _keeps_graph()
