@@ -96,6 +96,11 @@ def move_constants(module: torch.fx.GraphModule) -> None:
 def _written(node: torch.fx.Node) -> bool:
     """Whether anybody writes to this value or to a view of it."""
     for user in node.users:
+        if user.op == "call_method":  # a sum into its first summand; a view
+            into = str(user.target).endswith("_")
+            if user.args[0] is node and (into or _written(user)):
+                return True
+            continue
         schema = getattr(user.target, "_schema", None)
         if schema is None and user.op != "output":
             return True
