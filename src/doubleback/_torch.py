@@ -217,6 +217,10 @@ NAMES: dict[str, tuple[str, str]] = {
         "expressions in open sizes as Python code",
     ),
     # ----------------------------------------------------------- Inductor (slow to import)
+    "GuardBuilder": (
+        "torch._dynamo.guards:GuardBuilder",
+        "that a module has no hooks is guarded by the backend, which Dynamo leaves out",
+    ),
     "TracingContext": (
         "torch._guards:TracingContext",
         "the context in which Dynamo would call Inductor; its caches on disk need it",

@@ -32,7 +32,7 @@ from ..capture import forget, part_layers, plain
 from ..errors import CaptureError, InputError, StaleGraphError, let_through, warn
 from ..patch import patched, supported
 from ..run import no_autocast, quiet, sound
-from .region import RegionCode, depends_on, look, many
+from .region import Pieces, RegionCode, depends_on, look, many, writes_to_numbers
 from .tracing import Stages
 
 NAME = "doubleback"
@@ -60,12 +60,42 @@ def backend(
     """
     compile_first, inductor = _compilers(mode, options)
     part_layers(module)
-    tensors = [t for t in inputs if isinstance(t, Tensor)]
-    alone = not torch.is_grad_enabled() or not any(t.requires_grad for t in tensors)
-    if alone or not all(plain(t) for t in tensors):
-        return compile_first(module, inputs)
-    _close_to_dynamo()
-    return CompiledRegion(module, inputs, compile_first, inductor).enter
+    _guard_hooks()
+
+    def region(module: torch.fx.GraphModule, inputs: Sequence[Any], refusal=None) -> Callable:
+        if not _is_trained(inputs):
+            return compile_first(module, inputs)
+        _close_to_dynamo()
+        return CompiledRegion(module, inputs, compile_first, inductor, refusal).enter
+
+    lossy = writes_to_numbers(module)
+    if not _is_trained(inputs) or not all(plain(t) for t in inputs if isinstance(t, Tensor)):
+        return RegionCode(module).eager if lossy else compile_first(module, inputs)
+    try:
+        if lossy:
+            raise CaptureError("it writes to a tensor of one float64 without axes, on the CPU")
+        with _plainly():
+            pieces = Pieces(module)
+    except CaptureError as error:
+        return region(module, inputs, error)
+    return pieces.compiled(inputs, region) if pieces.parts else region(module, inputs)
+
+
+def _is_trained(inputs: Sequence[Any]) -> bool:
+    """Whether autograd has anything to do."""
+    return torch.is_grad_enabled() and any(
+        isinstance(t, Tensor) and t.requires_grad for t in inputs
+    )
+
+
+def _guard_hooks() -> None:
+    """Hooks that a module is given later are noticed: Dynamo notes which modules have none, and by
+    default does not look again."""
+    builder, context = _torch.GuardBuilder, _torch.TracingContext.try_get()
+    guards = set() if context is None else context.guards_context.dynamo_guards
+    for guard in list(guards):
+        if guard.create_fn is builder.EMPTY_NN_MODULE_HOOKS_DICT:
+            guards.add(guard.originating_source.make_guard(builder.SEQUENCE_LENGTH))
 
 
 def _compilers(
@@ -106,7 +136,7 @@ class CompiledRegion:
 
     def __init__(
         self, module: torch.fx.GraphModule, inputs: Sequence[Any], compile_first: Callable,
-        inductor: dict[str, Any] | None,
+        inductor: dict[str, Any] | None, refusal: CaptureError | None,
     ) -> None:  # fmt: skip
         self.inductor = inductor
         self.code = RegionCode(module)
@@ -121,6 +151,8 @@ class CompiledRegion:
         self._examples: list[Any] = list(self.code.examples)
         self._drawn_examples: list[Tensor] = []
         try:
+            if refusal is not None:
+                raise refusal
             if self.code.obstacle is None:
                 self._look()
         except CaptureError as error:
