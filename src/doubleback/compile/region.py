@@ -945,8 +945,9 @@ class _Parts:
         return inputs, again
 
     def _entered(self, k: int) -> list[torch.fx.Node]:
-        """Autocasts in which piece k ends."""
-        return [n for n, leave in self.exits.items() if self.stage[n] <= k < self.stage[leave]]
+        """Autocasts in which piece k ends, the innermost last."""
+        within = [n for n in self.values if n in self.exits]
+        return [n for n in within if self.stage[n] <= k < self.stage[self.exits[n]]]
 
     def _piece(
         self, k: int, inputs: list[torch.fx.Node], again: list[torch.fx.Node],
