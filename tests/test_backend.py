@@ -483,6 +483,21 @@ def test_hooks_on_a_result_that_others_are_computed_from():
     against_eager(Features(chain), run=run)
 
 
+def test_inside_a_checkpoint():
+    """Which runs a region again in the backward pass, as it ran before."""
+    net = mlp()
+    fast = compiled(net)
+
+    def run(fn, x):
+        out = checkpoint(fn, x, use_reentrant=False)
+        (g,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        return torch.autograd.grad(out.mean() + g.square().sum(), [x, *trained(net)])
+
+    for rows in (5, 5, 6, 7):
+        x = torch.randn(rows, 4, requires_grad=True)
+        assert_same(run(fast, x), run(net, x))
+
+
 def test_a_function_that_differentiates_by_values_of_its_own():
     net = mlp(out=1)
 

@@ -217,6 +217,10 @@ NAMES: dict[str, tuple[str, str]] = {
         "expressions in open sizes as Python code",
     ),
     # ----------------------------------------------------------- Inductor (slow to import)
+    "top_saved_tensors_hooks": (
+        "torch._C._autograd:_top_saved_tensors_default_hooks",
+        "whether a caller's hooks (a checkpoint's) would see what is saved on traced tensors",
+    ),
     "GuardBuilder": (
         "torch._dynamo.guards:GuardBuilder",
         "that a module has no hooks is guarded by the backend, which Dynamo leaves out",

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from .. import _torch
 from .._torch import (
@@ -253,8 +254,8 @@ class CompiledRegion:
         if self._draw is not None:
             with torch.no_grad(), no_autocast():
                 inputs = (*inputs, *self._draw(*[inputs[i] for i in self.code.open]))
-        if not self.wanted:
-            return self.first(*inputs)
+        if not self.wanted or (not self.variants and current_graph_task_id() >= 0):
+            return self.first(*inputs)  # in a backward pass: a checkpoint runs again what ran
         numbers = self.code.numbers(inputs)
         stages = self._stages(numbers)
         if stages is None:
@@ -280,7 +281,7 @@ class CompiledRegion:
                 return None
             handled = sys.exception()
             try:
-                with quiet():
+                with quiet(), _no_hooks():
                     made = Stages(
                         self.code, numbers, self.written, wanted, self.moving, self.inductor
                     )
@@ -753,12 +754,19 @@ class RegionBackward(torch.autograd.Function):
 # ------------------------------------------------------------------------------ surroundings
 
 
+def _no_hooks() -> Any:
+    """A caller's hooks on saved tensors (a checkpoint's) are not for tensors without numbers."""
+    none = _torch.top_saved_tensors_hooks(True) is None
+    return nullcontext() if none else saved_tensors_hooks(lambda t: t, lambda t: t)
+
+
 @contextmanager
 def _plainly() -> Iterator[None]:
     """Whatever goes wrong while a region is looked at, as a `CaptureError`."""
     handled = sys.exception()
     try:
-        yield
+        with _no_hooks():
+            yield
     except CaptureError:
         raise
     except Exception as error:
