@@ -483,6 +483,26 @@ def test_hooks_on_a_result_that_others_are_computed_from():
     against_eager(Features(chain), run=run)
 
 
+@pytest.mark.parametrize("create_graph", [True, False])
+def test_batches_of_cotangents(create_graph):
+    def run(net, x, parameters):
+        out = net(x)
+        eye = torch.eye(2).unsqueeze(1).expand(2, len(x), 2)
+        (jacobian,) = torch.autograd.grad(
+            out, x, eye, is_grads_batched=True, create_graph=create_graph, retain_graph=True
+        )
+        (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        rows = torch.eye(4).unsqueeze(1).expand(4, len(x), 4)
+        (hessian,) = torch.autograd.grad(
+            slope, x, rows, is_grads_batched=True, create_graph=create_graph, retain_graph=True
+        )
+        loss = jacobian.square().sum() + slope.exp().sum() + hessian.square().sum() + out.sum()
+        assert jacobian.requires_grad == hessian.requires_grad == create_graph
+        return [jacobian, hessian, *torch.autograd.grad(loss, [x, *parameters])]
+
+    against_eager(mlp(), run=run)
+
+
 def test_inside_a_checkpoint():
     """Which runs a region again in the backward pass, as it ran before."""
     net = mlp()

@@ -532,6 +532,20 @@ def test_what_arrives_multiplies_and_adds_up():
         value.backward()
 
 
+def test_several_numbers_may_arrive_at_once():
+    net, x = mlp(), torch.randn(4, 3)
+    weights = torch.tensor([1.0, -2.0, 3.0])
+
+    def loss(x):
+        return net(x).square().sum()
+
+    def batch(value):
+        return torch.autograd.grad(value, list(net.parameters()), weights, is_grads_batched=True)
+
+    for found, wanted in zip(batch(compiled(loss)(x)), batch(loss(x)), strict=True):
+        close(found, wanted)
+
+
 def gradients_kept(value, net) -> list:
     value.backward(retain_graph=True)
     found = [None if p.grad is None else p.grad.clone() for p in net.parameters()]

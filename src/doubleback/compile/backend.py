@@ -31,6 +31,7 @@ from .._torch import (
 )
 from ..capture import forget, part_layers, plain
 from ..errors import CaptureError, InputError, StaleGraphError, let_through, warn
+from ..kernels import batched
 from ..patch import patched, supported
 from ..run import no_autocast, quiet, sound
 from .region import Pieces, RegionCode, depends_on, look, many, writes_to_numbers
@@ -491,7 +492,7 @@ def _watch(function: Any, region: CompiledRegion) -> None:
         keep = get_current_graph_task_keep_graph()
         create_graph = torch.is_grad_enabled()
         donated = keep and function.compiled_bw is not None and metadata.bw_donated_idxs
-        if not create_graph and not donated:
+        if not create_graph and not donated and not batched():
             gradients = backward(ctx, *grads)
             if not keep:
                 ctx.held.free()
@@ -676,7 +677,7 @@ def _first(
         return {}
     with quiet():
         stages.first.run  # noqa: B018  where it is compiled now, it may ask more about sizes
-    if stages.fits(call.numbers):
+    if stages.fits(call.numbers) and not batched():
         gradients = stages.first({**values, **stages.dense("only", call.along(grads))})
     else:
         gradients = call.region.replay(
@@ -695,7 +696,8 @@ def _differentiable(
     wanted = _executed(ctx, 1)
     moving = any(t is not None and t.requires_grad for t in grads)
     region.ask(wanted, moving)
-    if set(wanted) <= set(stages.wanted) and moving <= stages.moving:
+    made = set(wanted) <= set(stages.wanted) and moving <= stages.moving
+    if made and not batched():  # graphs take one cotangent each
         along = call.along(grads)
         gradients = RegionBackward.apply(call, values, token, *along)
         gradients = dict(zip(stages.wanted, gradients, strict=True))  # type: ignore[arg-type]
@@ -734,9 +736,10 @@ class RegionBackward(torch.autograd.Function):
             return (None,) * (3 + ctx.count)
         # the node of `RegionForward`, if this backward pass will come to it
         goes_on = will_engine_execute_node(ctx.next_functions[0][0])
-        if torch.is_grad_enabled():
+        create_graph = torch.is_grad_enabled()
+        if create_graph or batched():
             by_inputs, by_along = call.region.replay_second(
-                call.held, stages.ends_of, along, stages.wanted, across, create_graph=True
+                call.held, stages.ends_of, along, stages.wanted, across, create_graph
             )
             if goes_on:
                 call.leave({}, by_inputs)

@@ -44,6 +44,7 @@ from ..errors import (
     ThirdDerivativeError,
     warn,
 )
+from ..kernels import batched
 from ..patch import patched, supported
 from ..run import no_autocast, quiet
 from .tracing import WholeStep, take_mark, trace_whole
@@ -438,10 +439,10 @@ def _multiplied(grads: Sequence[Tensor | None], by: Tensor) -> list[Tensor | Non
         groups.setdefault((g.device, g.dtype), []).append(i)
     for (device, _), places in groups.items():
         factor = by.to(device)
-        if len(places) > 1:
+        if len(places) > 1 and not batched():
             scaled = foreach_mul([present[i] for i in places], factor)
         else:
-            scaled = [present[places[0]] * factor]
+            scaled = [present[i] * factor for i in places]
         for i, product in zip(places, scaled, strict=True):
             products[i] = product
     each = iter(products)
