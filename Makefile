@@ -51,14 +51,16 @@ test-integrations: $(STAMP)
 	@$(PIP) --no-build-isolation --editable '.[test,integrations]'
 	@$(BIN)/python -m pytest -q tests/test_integrations.py $(ARGS)
 
-# MACE asks for e3nn 0.4 and NequIP for a newer one: two environments.
+# MACE asks for e3nn 0.4 and NequIP for a newer one: two environments. SchNetPack by itself would
+# bring an older torch.
 test-forces:
 	@for kind in mace others; do \
 	  test -x .venv-forces/$$kind/bin/python || $(PYTHON) -m venv .venv-forces/$$kind; \
 	done
-	@.venv-forces/mace/bin/python -m pip install -qq --editable . pytest hypothesis mace-torch
-	@.venv-forces/others/bin/python -m pip install -qq --editable . pytest hypothesis nequip nequip-allegro torch_geometric torchmd-net
-	@.venv-forces/others/bin/python -m pip install -qq schnetpack
+	@grep '^torch==' constraints.txt > .venv-forces/torch.txt
+	@.venv-forces/mace/bin/python -m pip install -qq --constraint .venv-forces/torch.txt --editable . pytest hypothesis mace-torch
+	@.venv-forces/others/bin/python -m pip install -qq --constraint .venv-forces/torch.txt --editable . pytest hypothesis nequip nequip-allegro torch_geometric torchmd-net
+	@.venv-forces/others/bin/python -m pip install -qq --constraint .venv-forces/torch.txt schnetpack
 	@.venv-forces/mace/bin/python -m pytest -q tests/test_forces.py -k "MACE" $(ARGS)
 	@.venv-forces/others/bin/python -m pytest -q tests/test_forces.py -k "not MACE" $(ARGS)
 
@@ -76,7 +78,7 @@ test-sizes: $(STAMP)
 docs: $(STAMP)
 	@$(PIP) --no-build-isolation --editable '.[docs]'
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet $(ARGS)
-	@echo "build/site/index.html"
+	@echo "build/site/index.html (its search needs a server: $(PYTHON) -m http.server --directory build/site)"
 
 lint: $(STAMP)
 	@$(BIN)/ruff check

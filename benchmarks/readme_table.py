@@ -163,7 +163,8 @@ def section(path: Path) -> str:
         heads += ["… `recompute=True`"] if has_memory and again else []
         lines += [f"**{heading[0].upper()}{heading[1:]}**", "", *markdown(heads, body), ""]
     name = path.relative_to(ROOT).as_posix()
-    lines += [f"From [{name}](../{name}): `{document['command']}`.", ""]
+    note = f" {document['note']}" if document.get("note") else ""
+    lines += [f"From [{name}](../{name}): `{document['command']}`.{note}", ""]
     return "\n".join(lines)
 
 

@@ -79,15 +79,20 @@ def _told(name: str, command: str) -> str:
     lines = [f"![{record['title']}](gallery/{name}.png)", "", f"{record['title']}.", ""]
     for table in (record, *record.get("further", ())):
         lines += [
-            "| " + " | ".join(table["columns"]) + " |",
+            _row(table["columns"]),
             "| --- |" + " ---: |" * (len(table["columns"]) - 1),
-            *("| " + " | ".join(row) + " |" for row in table["rows"]),
+            *map(_row, table["rows"]),
             "",
         ]
     for claim in record["claims"]:
         lines.append(f"- {'Seen' if claim['seen'] else '**Not seen**'}: {claim['text']}.")
     lines += [f"- {note}." for note in record["notes"]]
     return "\n".join([*lines, "", "```bash", f"python -m examples.{command}", "```", ""])
+
+
+def _row(cells: list[str]) -> str:
+    """Bars within a cell, as of |x|, end none."""
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
 def main() -> int:

@@ -131,6 +131,58 @@ def test_an_output_may_change_unless_backward_reads_it(after):
     torch.testing.assert_close(*found)
 
 
+class Beside(nn.Module):
+    """Returns what `cut` makes of x and of a layer's result: the penalised output, and another."""
+
+    def __init__(self, cut):
+        super().__init__()
+        self.fc, self.cut = nn.Linear(4, 4), cut
+
+    def forward(self, x):
+        return self.cut(self.fc, x)
+
+
+def chosen(fc, x):
+    values, places = fc(x).topk(2)
+    return values.sin(), places
+
+
+BESIDE = {  # name: (network, what is changed, whether it has to be refused)
+    "input, viewed": (lambda fc, x: (fc(x.view(2, 3, 4)).sin(), x.sum()), "x", True),
+    "input, of which a part is read": (lambda fc, x: (x[:, :2] * x[:, 2:], fc(x)), "x", True),
+    "output, viewed": (lambda fc, x: (lambda h: (h.view(-1).sin(), h))(fc(x)), "other", True),
+    "view that is returned": (lambda fc, x: (lambda h: (h.sin(), h.t()))(fc(x)), "other", True),
+    "two views": (lambda fc, x: (lambda h: (h.mT.sin(), h[0]))(fc(x)), "other", True),
+    "places": (chosen, "other", True),
+    "output, copied": (lambda fc, x: (lambda h: (h.t().reshape(-1).sin(), h))(fc(x)), "other",
+                       False),
+    "output, joined": (lambda fc, x: (lambda h: (torch.cat((h, h)).sin(), h))(fc(x)), "other",
+                       False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("after", [None, 0])
+@pytest.mark.parametrize("name", BESIDE)
+def test_memory_that_backward_reads_may_not_change_under_another_name(name, after):
+    cut, what, refused = BESIDE[name]
+    model = db.WithGradient(Beside(cut).double(), output=0, flatten_after=after, sweeps=True)
+    found = []
+    for change in (False, True):
+        (out, other), gradient = model(given := X.clone())
+        if change:
+            with torch.no_grad():
+                (given if what == "x" else other).fill_(1)
+        step = gradient.square().sum() + out.sum()
+        if change and refused:
+            with pytest.raises(db.StaleGraphError, match="changed in place"):
+                step.backward()
+        else:
+            step.backward()
+            found.append(gradients(model.net))
+    if not refused:
+        torch.testing.assert_close(*found)
+
+
 def test_statistics_that_the_call_itself_updates_are_no_change():
     net = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 3)).double()
     model = db.Penalised(net, db.LossGradient())
@@ -772,3 +824,23 @@ def test_compiled_gradients_in_stretches(monkeypatch):
     penalty = db.LossGradient("cross_entropy")
     model = db.Penalised(nets[0], penalty, strict=True, sweeps=True, compile=True)
     stretched_steps(model, db.Penalised(nets[1], penalty, sweeps=False), sizes=(6, 6, 5, 4))
+
+
+@pytest.mark.parametrize("step", [0, 3], ids=["node by node", "flat"])
+def test_many_cotangents_at_once_are_refused(step):
+    """`is_grads_batched` says what to do, and what it says works; nothing is used up by it."""
+    net = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Tanh(), nn.Linear(4, 2)).double()
+    model = db.Penalised(net, db.OutputGradient(0))
+    x = torch.randn(5, 3, dtype=torch.float64)
+    for _ in range(step):
+        model(x)[1].backward()
+    seeds = torch.randn(6, 5, 2, dtype=torch.float64)
+    parameters = list(net.parameters())
+    out, _ = model(x)
+    with pytest.raises(db.InputError, match="sweeps=False"):
+        torch.autograd.grad(out, parameters, seeds, is_grads_batched=True)
+    one_by_one = [torch.autograd.grad(out, parameters, s, retain_graph=True) for s in seeds]
+    out, _ = db.Penalised(net, db.OutputGradient(0), sweeps=False)(x)
+    together = torch.autograd.grad(out, parameters, seeds, is_grads_batched=True)
+    for mine, its in zip(zip(*one_by_one, strict=True), together, strict=True):
+        torch.testing.assert_close(torch.stack(mine), its)

@@ -859,6 +859,7 @@ PIECES = {
     "overlapping": (lambda h: h[:, :4] * h[:, 2:], False),
     "every second": (lambda h: h[:, ::2] * h[:, 1::2], False),
     "rows of the batch": (lambda h: h[:2] * h[2:], True),
+    "pieces of a piece": (lambda h: h[:, :2] * (lambda k: k[:, :2] * k[:, 2:])(h[:, 2:]), True),
 }
 
 
@@ -870,6 +871,7 @@ def test_pieces_that_cover_a_tensor(name):
     x = torch.randn(4, 6, dtype=torch.float64)
     found = operators(net, x)
     assert joined == any(op in ("split_with_sizes", "unbind") for op in found)
+    assert joined != any(op in ("slice", "select") for op in found)
     model = db.WithGradient(net)
     x.requires_grad_()
     for _ in range(3):
@@ -899,6 +901,40 @@ class Copies(nn.Module):
         self.scale.add_(1.0)
         h = self.fc(x)
         return (h.clone() * before).sin(), h, h.clone().view(-1), x.clone()
+
+
+class Untold(nn.Module):
+    """Copies of what PyTorch calls new and may be the input itself, and of a conjugate."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x):
+        images = nn.functional.pixel_shuffle(x.view(1, 1, 3, 4), 1).clone()
+        same = x.type_as(self.fc.weight).clone() + images.view(3, 4)
+        z = torch.complex(same.sin(), self.fc(same)).conj()
+        return torch.view_as_real(z.resolve_conj()).sin().prod(-1)
+
+
+def test_copies_of_what_may_be_the_input_and_of_a_conjugate_stay():
+    net, start = Untold().double(), torch.randn(3, 4, dtype=torch.float64)
+    model = db.WithGradient(net)
+    for _ in range(4):
+        found = []
+        for change in (False, True):
+            x = start.clone()
+            out, gradient = model(x)
+            if change:
+                x.fill_(9.0)
+            total = gradient.square().sum() + out.sum()
+            found.append(torch.autograd.grad(total, list(net.parameters())))
+        x = start.clone().requires_grad_()
+        expected_out = net(x)
+        (slope,) = torch.autograd.grad(expected_out.sum(), x, create_graph=True)
+        total = slope.square().sum() + expected_out.sum()
+        expected = torch.autograd.grad(total, list(net.parameters()))
+        torch.testing.assert_close(found, [expected, expected], rtol=1e-10, atol=1e-12)
 
 
 def test_copies_that_somebody_may_write_to_stay():

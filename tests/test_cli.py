@@ -69,6 +69,38 @@ def not_a_net():
     return 3
 
 
+class Branches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 3)
+
+    def forward(self, x):
+        u = self.linear(x)
+        return u if u.sum() > 0 else -u
+
+
+def branches():
+    return Branches()
+
+
+def wide(width):
+    return nn.Linear(6, width)
+
+
+def not_finite():
+    net = critic()
+    nn.init.constant_(next(net.parameters()), float("nan"))
+    return net
+
+
+def maps():
+    return nn.Sequential(nn.Linear(6, 12), nn.Unflatten(1, (3, 4)))
+
+
+def probabilities():
+    return nn.Sequential(nn.Linear(6, 3), nn.Softmax(1))
+
+
 def raises():
     raise KeyError("no such weight")
 
@@ -101,6 +133,7 @@ GOOD = [
     ("classifier", *IMAGES, "--loss", "mse", "--norm", "norm"),
     ("classifier", *IMAGES, "--loss", "bce", "--norm", "deviation"),
     ("classifier", *IMAGES, "--penalty", "output-gradient", "--index", "2"),
+    ("classifier", *IMAGES, "--penalty", "output-gradient", "--index", "sum"),
     ("classifier", *IMAGES, "--penalty", "gradient-match", "--index", "0"),
     ("classifier", *IMAGES, "--penalty", "bilinear-form"),
     ("classifier", *IMAGES, "--penalty", "jacobian", "--of", "softmax", "--chunk", "3"),
@@ -146,6 +179,18 @@ BAD = [
     ("their_nets:penalised", (*ROWS, "--penalty", "output-gradient"), "a Penalised already"),
     ("their_nets:classifier", ROWS, "the net fails on inputs of shape (4, 6): RuntimeError"),
     ("their_nets:own_loss", IMAGES, "a loss of your own"),
+    ("their_nets:wide", ROWS, "is called without arguments: missing a required argument: 'width'"),
+    ("their_nets:not_finite", ROWS, "autograd's own gradients are not finite"),
+    (
+        "their_nets:maps",
+        (*ROWS, "--penalty", "jacobian"),
+        "12 entries per example; estimate with --projections n",
+    ),
+    (
+        "their_nets:classifier",
+        (*IMAGES, "--penalty", "jacobian", "--projections", "9"),
+        "exceeds the 5 directions of an output of shape (3, 5); leave it out, which is exact",
+    ),
     ("their_nets:TwoInputs", PAIR, "choose with --output"),
     ("their_nets:classifier", (*IMAGES, "--classes", "500"), ""),
     ("their_nets:classifier", (*IMAGES, "--penalty", "output-gradient", "--index", "9"), ""),
@@ -159,6 +204,15 @@ def test_an_error_is_one_line_on_stderr(nets, capsys, target, arguments, message
     assert not printed.out
     assert printed.err.startswith("doubleback: ") and printed.err.count("\n") == 1
     assert message in printed.err
+
+
+@pytest.mark.filterwarnings("default::doubleback.errors.PenaltyWarning")
+def test_a_warning_is_one_line_on_stderr(nets, capsys):
+    softmax = ("--penalty", "jacobian", "--of", "softmax")
+    assert _run("explain", "their_nets:probabilities", *ROWS, *softmax) == 0
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("doubleback: warning: --of softmax on a network that already ends in")
+    assert line.endswith("Use --of output")
 
 
 def test_an_error_of_the_users_own_is_shown_whole(nets, capsys):
@@ -379,7 +433,18 @@ def test_bad_idx_files_are_one_line(mnist, capsys, spoil, message):
         (("check", "their_nets:clasifier", *IMAGES), "did you mean 'classifier'?"),
         (("check", "their_nets:critic", *ROWS, "--device", "gpu"), "choose from cpu, cuda"),
         (("explain", "their_nets:TwoInputs", *PAIR, "--penalty", "jacobian"), "--output KEY"),
-        (("explain", "their_nets:classifier", *IMAGES, "--penalty", "output-gradient"), "--index"),
+        (
+            ("explain", "their_nets:classifier", *IMAGES, "--penalty", "output-gradient"),
+            "choose an entry: --index I, or their sum: --index sum",
+        ),
+        (
+            ("explain", "their_nets:classifier", *IMAGES, "--penalty", "gradient-match"),
+            "or their sum: --index sum\n",
+        ),
+        (
+            ("check", "their_nets:branches", *ROWS),
+            ": return u if u.sum() > 0 else -u. Remedy: ",
+        ),
         pytest.param(
             ("check", "their_nets:critic", *ROWS, "--device", "cuda"),
             "finds no CUDA device",
@@ -397,6 +462,7 @@ def test_bad_values_are_answered_in_one_line(nets, capsys, arguments, message):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (("check", "a:b", *ROWS, "--index", "all"), "'all' is neither a number nor sum"),
         (("chek",), "did you mean 'check'?"),
         (("check", "a:b", *ROWS, "--penalty", "jacobain"), "did you mean 'jacobian'?"),
         (("check", "a:b", *ROWS, "--los", "cros_entropy"), "did you mean 'cross_entropy'?"),

@@ -1,6 +1,7 @@
 """`db.compile`: whole losses with derivatives inside, against stock autograd in float64."""
 
 import copy
+import enum
 import functools
 import gc
 import math
@@ -363,6 +364,23 @@ def test_changed_attributes(kind):
     for value in (2, 5, 3, 2):
         model.value = kind(value)
         agree(step, model.loss, model.parameters(), torch.randn(4, 3))
+
+
+class Pace(enum.Enum):
+    SLOW = 1
+    FAST = 2
+
+
+def test_an_enum_that_a_dictionary_is_looked_up_with():
+    net, pace = mlp(), [Pace.SLOW]
+
+    def loss(x):
+        by = {Pace.SLOW: 1.0, Pace.FAST: 2.5}[pace[0]]
+        return by * slopes(net, x.detach().requires_grad_()).square().sum()
+
+    step = compiled(loss)
+    for pace[0] in (Pace.SLOW, Pace.FAST, Pace.SLOW):
+        agree(step, loss, net.parameters(), torch.randn(4, 3))
 
 
 def test_train_and_eval():

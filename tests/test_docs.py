@@ -6,6 +6,7 @@ import doctest
 import importlib
 import pkgutil
 import re
+import shlex
 import subprocess
 import sys
 import types
@@ -15,10 +16,13 @@ import pytest
 import torch
 
 import doubleback
+from doubleback import cli
 from tools import list_rules
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+GALLERY = ROOT / "examples" / "README.md"
+TABLE = re.compile(r"(?:^ *\|.*\n)+.*", re.MULTILINE)
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
 MODULES = [
@@ -56,6 +60,30 @@ def test_docstrings_run(name):
 def test_links_within_the_repository_exist(page):
     for target in LINK.findall(page.read_text(encoding="utf-8")):
         assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+@pytest.mark.parametrize("page", [*PAGES, GALLERY], ids=lambda page: page.name)
+def test_tables_are_tables(page):
+    """Rows of one length, a bar within a cell escaped; and an empty line below, without which the
+    site's table takes in what follows, be that a heading."""
+    for table in TABLE.finditer(page.read_text(encoding="utf-8")):
+        *rows, below = table.group().split("\n")
+        assert len({len(re.findall(r"(?<!\\)\|", row)) for row in rows}) == 1, rows[0]
+        assert not below, below
+        assert all(re.match(r"(?: {4})*\|", row) for row in rows), "in a list: four spaces"
+
+
+@pytest.mark.parametrize("page", [*PAGES, GALLERY], ids=lambda page: page.name)
+def test_commands_that_are_shown_exist(page):
+    text = page.read_text(encoding="utf-8")
+    for block in re.findall(r"^```bash\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+        for line in block.replace("\\\n", " ").splitlines():
+            words = shlex.split(line, comments=True)
+            if "doubleback" in words:
+                cli._parser().parse_args(words[words.index("doubleback") + 1 :])
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M)
+    shown = re.findall(r"(?:^|`)make ([a-z-]+)", text, re.MULTILINE)
+    assert set(shown) <= set(targets)
 
 
 def test_every_page_has_its_place_on_the_site():

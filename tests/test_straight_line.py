@@ -126,6 +126,13 @@ def test_strides_other_than_the_fakes():
     (found,) = flat_at_other_strides(lambda t: (t.view(3, 20).sin(),), x, other)
     assert torch.equal(found, x.view(3, 20).sin())
 
+    def sum_of_products(t):
+        rows = t.view(3, 20)
+        return (rows.mm(rows.t()) + rows.mm(rows.t().sin()),)
+
+    (found,) = flat_at_other_strides(sum_of_products, x, other)
+    torch.testing.assert_close(found, sum_of_products(x)[0])
+
 
 def test_what_is_written_through_a_view_is_not_lost():
     def fn(t):

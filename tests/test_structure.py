@@ -142,9 +142,9 @@ def test_a_number_divided_by_a_tensor(divide):
 
 def test_only_memory_of_its_own_is_written_to():
     seen = torch.zeros(1, 4).expand(3, 4)
-    assert structures._base(seen).stride() == (4, 1)
+    assert structures.base(seen).stride() == (4, 1)
     for own in (torch.zeros(3, 4), torch.zeros(1, 4).expand(1, 4), torch.zeros(4, 3).T):
-        assert structures._base(own) is own
+        assert structures.base(own) is own
 
 
 def test_other_operators_whose_first_argument_is_a_number():

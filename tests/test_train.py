@@ -81,6 +81,10 @@ def still():
     return TensorDataset(whole.x, whole.y)
 
 
+def parted():
+    return still(), still()
+
+
 def slopes():
     whole = Shaken()
     return TensorDataset(whole.x, (whole.x**2).sum(1, keepdim=True), 2 * whole.x)
@@ -176,6 +180,31 @@ def test_stopped_and_resumed(theirs, capsys, monkeypatch):
     assert _equal("whole", "run")
     lines = [Path(folder, "metrics.jsonl").read_text() for folder in ("whole", "run")]
     assert lines[0] == lines[1]
+
+
+def test_stopped_under_torchrun(theirs, capsys, monkeypatch):
+    """It hands the terminal's Ctrl-C on to processes that have had it: every one has two."""
+    once = train.Training.once
+
+    def interrupted(self, batch):
+        if self.step == 4:
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+        return once(self, batch)
+
+    monkeypatch.setattr(train.Training, "once", interrupted)
+    assert _train(*NET, "--out", "alone") == 130
+    assert capsys.readouterr().err == "doubleback: interrupted\n"
+    for name, value in (
+        ("TORCHELASTIC_RUN_ID", "x"),
+        ("WORLD_SIZE", "4"),
+        ("LOCAL_WORLD_SIZE", "2"),
+    ):
+        monkeypatch.setenv(name, value)
+    assert _train(*NET, "--out", "run") == 130
+    told = capsys.readouterr().err
+    assert "stopped after step 5" in told
+    assert "  torchrun --nnodes 2 --nproc-per-node 2 -m doubleback train --model" in told
 
 
 def _go(folder: str, slow: str) -> None:
@@ -313,7 +342,8 @@ def test_a_toml_file(theirs, capsys):
     [
         ('penalti = "jacobian"', "did you mean 'penalty'?"),
         ('penalty = "jacobain"', "did you mean 'jacobian'?"),
-        ("epochs = 1.5", "epochs must be a int"),
+        ("epochs = 1.5", "epochs must be a whole number, not 1.5"),
+        ('penalty = "output-gradient"\nindex = "all"', "index must be"),
         ("epochs = 0", "at least 1"),
         ("epochs = ", "is no TOML"),
         ('data = "theirs:none"', "must return a data set"),
@@ -356,14 +386,14 @@ os._exit(0)  # where Python ends as usual, gloo's threads may abort it: docs/dis
 
 
 def test_two_processes_are_one(theirs):
-    """And go on after both were stopped."""
+    """And go on after both were stopped. They measure the same on the test set, too."""
     (theirs / "several.py").write_text(SEVERAL)
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(theirs)]),
         "OMP_NUM_THREADS": "1",
     }
-    options = ["--model", "theirs:plain", "--data", "theirs:still", *SHORT]
+    options = ["--model", "theirs:plain", "--data", "theirs:parted", *SHORT]
 
     def launch(*runs: tuple[str, ...]) -> None:
         told = json.dumps([[*options, *more] for more in runs])
@@ -382,3 +412,7 @@ def test_two_processes_are_one(theirs):
     for name, weight in _weights("one").items():
         for two in ("ddp", "fsdp2"):
             torch.testing.assert_close(_weights(two)[name], weight, rtol=1e-4, atol=1e-5)
+    last = {two: json.loads(Path(two, "metrics.jsonl").read_text().splitlines()[-1])
+            for two in ("one", "ddp", "fsdp2")}  # fmt: skip
+    assert last["ddp"] == pytest.approx(last["one"], rel=1e-4)
+    assert last["fsdp2"] == pytest.approx(last["one"], rel=1e-4) and "test loss" in last["one"]

@@ -508,6 +508,35 @@ def test_an_input_that_the_output_does_not_depend_on():
         db.WithGradient(nn.Embedding(4, 3))(torch.tensor([1, 2]))
 
 
+class Mixed(nn.Module):
+    """A tensor and a number."""
+
+    def forward(self, x):
+        return {"energy": x.square().sum(1), "count": len(x)}
+
+
+class Nothing(nn.Module):
+    def forward(self, x):
+        return None
+
+
+@pytest.mark.parametrize(
+    ("net", "output", "said"),
+    [
+        (Mixed(), "enregy", "did you mean 'energy'"),
+        (Mixed(), "count", "is a int, no tensor"),
+        (Nothing(), None, "no tensor"),
+    ],
+)
+def test_an_output_that_is_not_there(net, output, said):
+    x = torch.randn(5, 4)
+    penalised = db.Penalised(net, db.OutputGradient("sum"), output=output)
+    for call in (db.WithGradient(net, output=output), penalised, penalised.accumulate):
+        for _ in range(2):
+            with pytest.raises(db.OutputChoiceError, match=said):
+                call(x)
+
+
 def test_check_compares_it():
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -10,22 +10,18 @@ from typing import Any
 
 import griffe  # pyright: ignore[reportMissingImports]  (comes with [docs])
 
+CODE = re.compile(r"(`[^`]*`)")
 ARGUMENT = re.compile(r"^((?:[a-z_]\w*)(?:, [a-z_]\w*)*): (?=\S)")
 OUTPUT = re.compile(r"^\S")
 
 
 def as_markdown(text: str) -> str:
     """
-    >>> print(as_markdown("Adds.\\n\\nx: a number,\\n    any.\\n\\n>>> add(1)\\n2"))
-    Adds.
+    >>> print(as_markdown("Adds J*v.\\n\\nx: a number,\\n    any."))
+    Adds J\\*v.
     <BLANKLINE>
     - **`x`**: a number,
         any.
-    <BLANKLINE>
-    ```python
-    >>> add(1)
-    2
-    ```
     """
     lines: list[str] = []
     inside = ""  # of "arguments" or "code"
@@ -44,13 +40,20 @@ def as_markdown(text: str) -> str:
             found = ARGUMENT.match(line)
             if found and (inside or not lines or not lines[-1].strip()):
                 names = ", ".join(f"`{name}`" for name in found.group(1).split(", "))
-                lines.append(f"- **{names}**: {line[found.end() :]}")
+                lines.append(f"- **{names}**: {_prose(line[found.end() :])}")
                 inside = "arguments"
             else:
                 if inside == "arguments" and not line.startswith(" "):
                     inside = ""
-                lines.append(line)
+                formula = line.startswith("    ") and not inside
+                lines.append(line if formula else _prose(line))
     return "\n".join([*lines, "```"] if inside == "code" else lines)
+
+
+def _prose(line: str) -> str:
+    """A star is an adjoint or a dimension here; none begins italics."""
+    parts = CODE.split(line)  # code is every second one
+    return "".join(p if i % 2 else p.replace("*", r"\*") for i, p in enumerate(parts))
 
 
 class Docstrings(griffe.Extension):

@@ -55,4 +55,4 @@ def _link(found: re.Match[str], source: str) -> str:
         return f"[{text}](index.md)"
     if not (ROOT / full).exists():
         raise ValueError(f"{source} links to {goal}, which does not exist")
-    return text if text.strip("`") == full else f"{text} (`{full}`)"
+    return f"`{full}`" if full.endswith(text.strip("`")) else f"{text} (`{full}`)"

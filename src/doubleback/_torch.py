@@ -176,6 +176,22 @@ NAMES: dict[str, tuple[str, str]] = {
         "torch._dynamo.config",
         "settings for the length of a capture (recurrent layers, hooks, how many graphs)",
     ),
+    "dynamo_builder": (
+        "torch._dynamo.variables.builder",
+        "guards of what one object is known as, which lack some",
+    ),
+    "GuardBuilder": (
+        "torch._dynamo.guards:GuardBuilder",
+        "the guard that is added there: two names, one object",
+    ),
+    "LazyVariableTracker": (
+        "torch._dynamo.variables.lazy:LazyVariableTracker",
+        "what a dictionary may be looked up with although Dynamo has not looked at it",
+    ),
+    "ConstDictKeySource": (
+        "torch._dynamo.source:ConstDictKeySource",
+        "a key of a dictionary that is there, which is guarded with it",
+    ),
     "BackendCompilerFailed": (
         "torch._dynamo.exc:BackendCompilerFailed",
         "tells our own refusal of a graph from Dynamo's of a program",
@@ -421,6 +437,7 @@ OPERATORS: dict[str, str] = {
     "_local_scalar_dense": "`item()`, which a captured graph must not hold",
     "_log_softmax_backward_data": "the derivative of log softmax from its result",
     "_native_batch_norm_legit": "batch norm with the statistics of the batch",
+    "_native_batch_norm_legit_functional": "the same with new running statistics as results",
     "_native_batch_norm_legit_no_training": "batch norm in eval mode, piecewise affine",
     "_safe_softmax": "attention's softmax, with zeros in rows that are masked throughout",
     "_scaled_dot_product_attention_math": "attention by products, where its dropout is given",

@@ -22,6 +22,7 @@ from .capture import (
     Arguments,
     accept_plain_keys,
     capture_of,
+    choose_output,
     find_graph,
     hooked,
     only_one,
@@ -267,7 +268,11 @@ class CapturedModule(nn.Module):
         if self.sweeps is False or not self._captures(call) or self._rests():
             return "patched", None
 
+        ran = False
+
         def swept(graph: Graph, inputs: Sequence[Any]) -> Sequence[Any]:
+            nonlocal ran
+            ran = True
             with no_autocast():
                 return run(graph, inputs)
 
@@ -276,6 +281,8 @@ class CapturedModule(nn.Module):
             capture, start = capture_of(self.net, self.output), monotonic()
             try:
                 result = capture(self.net, swept, args, kwargs, at_once=self.strict)
+                if not ran:
+                    choose_output(result, self.output)  # raises: there is no tensor
                 return None, call.with_own(result)
             except CaptureError as error:
                 if self.strict:

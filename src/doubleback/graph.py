@@ -291,6 +291,20 @@ def leaves(tree: Any, kind: type[T]) -> Iterator[T]:
             yield from leaves(item, kind)
 
 
+_UNTOLD = frozenset(
+    ("_unsafe_view", "einsum", "pixel_shuffle", "pixel_unshuffle", "type_as", "unsafe_split",
+     "unsafe_split_with_sizes")
+)  # fmt: skip
+
+
+def shares(op: Any) -> bool:
+    """Whether what an operator yields may lie in the memory of its first input: views, and those
+    that return a view, or the input itself, where there is nothing to do, of which their schema
+    does not tell."""
+    schema = op._schema
+    return schema.name.split("::")[-1] in _UNTOLD or any(r.alias_info for r in schema.returns)
+
+
 def draws(op: Any) -> bool:
     """Whether an operator draws random numbers."""
     return torch.Tag.nondeterministic_seeded in getattr(op, "tags", ())

@@ -38,7 +38,7 @@ from torch import Tensor
 
 from ._torch import disable_current_modes
 from .errors import RuleError, let_through
-from .graph import Graph, Meta, Node, Ref, draws, map_refs
+from .graph import Graph, Meta, Node, Ref, draws, map_refs, shares
 from .rules import GENERIC, Rule, Structure, convolution_of, find_rule
 
 
@@ -109,6 +109,20 @@ class Plan:
     def leaves(self) -> tuple[int, ...]:
         """Values the sweeps start from, besides the penalised ones."""
         return self.effective + self.constants
+
+    @cached_property
+    def beside(self) -> frozenset[int]:
+        """Of the values that callers hold and no derivative reads, those that may lie in the memory
+        of one that is read, or of what a rule saves: the network's input before it is flattened."""
+        root = list(range(len(self.graph.values)))
+        for node in (*self.prelude, *(step.node for step in self.steps)):
+            if node.inputs and shares(node.op):
+                for v in node.outputs:
+                    root[v] = root[node.inputs[0]]
+        many = [s.node for s in self.steps if s.node.many and s.differentiated]  # indices, masks
+        read = {root[v] for v in self.kept}.union(*(node.outputs for node in many))
+        held = (*self.penalised, *self.effective, *self.constants, *self.outputs)
+        return frozenset(v for v in held if root[v] in read and v not in self.kept)
 
     def at(self, graph: Graph) -> Plan:
         """The same plan over the same program at other sizes."""

@@ -166,3 +166,33 @@ def test_readers_stay_behind_writers_in_a_compiled_loss_and_in_the_backend():
     )
     found = torch.compile(net, backend="doubleback")(x)
     torch.testing.assert_close(found, net(x), rtol=1e-12, atol=1e-12)
+
+
+class Shifted(nn.Module):
+    """Adds columns of a tensor to columns of the same: Inductor read what it had written."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.head = nn.Linear(5, 6), nn.Linear(6, 1)
+        self.register_buffer("at", torch.tensor([1, 1, 0]))
+
+    def forward(self, x):
+        a = self.layer(x) * x[:, :1]
+        a = a.index_add(1, self.at, a[:, :3]).tanh()
+        b = (a * x[:, 1:2])[:4, :4]
+        moved = torch.ops.aten.index_put(b, [None, self.at[1:]], b.t()[:, :2])
+        return self.head(torch.cat((a[:, :2], moved), 1).sin())
+
+
+@compiled
+def test_what_is_written_is_read_before():
+    torch.manual_seed(0)
+    model, twin = pair(Shifted(), compile=True)
+    same_training(model, twin, steps=2)
+    same_training(model, twin, steps=2, how="accumulate")
+    x = numbers(0, 4, 5)
+    wanted = twin(x).square().sum()
+    loss = db.compile(lambda t: twin(t).square().sum())(x)
+    torch.testing.assert_close(loss, wanted, rtol=1e-12, atol=1e-12)
+    found = torch.compile(twin, backend="doubleback")(x)
+    torch.testing.assert_close(found, twin(x), rtol=1e-12, atol=1e-12)

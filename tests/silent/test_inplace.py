@@ -90,6 +90,25 @@ def test_a_hidden_layer_is_written_to(kind, how):
     same_training(model, twin, how=how)
 
 
+class Spectrum(Written):
+    """Few Fourier modes of many, written into a spectrum of zeros; so are their weights."""
+
+    def forward(self, x):
+        modes, weights = torch.zeros(4, 6, dtype=torch.complex128), torch.ones(6, 3).cdouble()
+        weights[:, 1] = torch.complex(self.first.weight[:, 0], self.first.weight[:, 1])
+        weights[::2, 2:] *= self.first.bias[::2, None]
+        modes[:, :3] = torch.fft.rfft(self.first(x))[:, 1:] * weights[:3].diagonal()
+        modes[:, 4] += modes[:, 0].conj()
+        return self.last((modes @ weights).abs().repeat(1, 2))
+
+
+@pytest.mark.parametrize("how", ["backward", "accumulate", "compiled"])
+def test_parts_of_a_complex_tensor_are_written_to(how):
+    torch.manual_seed(1)
+    model, twin = pair(Spectrum(), strict=True, compile=how == "compiled")
+    same_training(model, twin, how=how)
+
+
 class Weights(Written):
     """Weights clipped in forward, as a Wasserstein critic's may be."""
 

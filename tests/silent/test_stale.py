@@ -124,6 +124,58 @@ class SlottedObject(PlainObject):
         self.config = Slots(1.0)
 
 
+class EnumeratedInSlots(Enumerated):
+    """Where nobody would look for an Enum."""
+
+    def begin(self):
+        self.config = Slots(1.0)
+
+    kind = property(
+        lambda self: self.config.alpha, lambda self, value: setattr(self.config, "alpha", value)
+    )
+
+
+class EnumeratedInAFunction(Scaled):
+    def begin(self):
+        self.change(1.0)
+
+    def scale(self):
+        return self.look()
+
+    def change(self, value):
+        kind = {1.0: Kind.ONE, 2.5: Kind.MORE, 0.5: Kind.LESS}[value]
+        self.look = lambda: {Kind.ONE: 1.0, Kind.MORE: 2.5, Kind.LESS: 0.5}[kind]
+
+
+def same() -> None: ...
+
+
+def more() -> None: ...
+
+
+def less() -> None: ...
+
+
+RAISING, LOWERING = {more, Slots}, {less, Config}
+
+
+class FunctionInASet(Scaled):
+    kinds = (same, more, less)
+
+    def begin(self):
+        self.change(1.0)
+
+    def scale(self):
+        return 2.5 if self.kind in RAISING else 0.5 if self.kind in LOWERING else 1.0
+
+    def change(self, value):
+        self.kind = self.kinds[(1.0, 2.5, 0.5).index(value)]
+
+
+class ClassInASet(FunctionInASet):
+    kinds = (Kind, Slots, Config)
+
+
 class NestedConfig(Scaled):
     """A class used as a record inside another one, as configurations often are."""
 
@@ -228,9 +280,9 @@ class ListInside(Scaled):
 
 
 STATES = (
-    Number, Float32, Float64, Enumerated, Partial, PlainObject, SlottedObject, NestedConfig,
-    Ordered, Defaulting, InSet, GlobalNumber, GlobalDictionary, GlobalArguments, GlobalBehindHelper,
-    ClassAttribute, ListInside,
+    Number, Float32, Float64, Enumerated, EnumeratedInSlots, EnumeratedInAFunction, FunctionInASet,
+    ClassInASet, Partial, PlainObject, SlottedObject, NestedConfig, Ordered, Defaulting, InSet,
+    GlobalNumber, GlobalDictionary, GlobalArguments, GlobalBehindHelper, ClassAttribute, ListInside,
 )  # fmt: skip
 
 

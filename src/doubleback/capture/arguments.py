@@ -342,13 +342,21 @@ def choose_output(result: Any, choice: Any) -> Tensor:
     try:
         tensors = tensors_in(result, choice)
     except (KeyError, IndexError, TypeError, AttributeError) as error:
-        raise OutputChoiceError(f"output={choice!r} does not exist: {error!r}") from error
+        last = choice[-1] if isinstance(choice, tuple) else choice
+        names = list(result) if isinstance(result, Mapping) else dir(result)
+        raise OutputChoiceError(
+            f"output={choice!r} does not exist: {error!r}{_nearest(last, names)}"
+        ) from error
     only_one(tensors, choice)
+    if not isinstance(tensors[0], Tensor):
+        raise OutputChoiceError(f"output={choice!r} is a {type(tensors[0]).__name__}, no tensor")
     return tensors[0]
 
 
 def only_one(tensors: Sequence[Any], choice: Any) -> None:
     """Raise unless there is exactly one tensor."""
+    if choice is None and not tensors:
+        raise OutputChoiceError("the network returns no tensor")
     if choice is None and len(tensors) != 1:
         raise OutputChoiceError(
             f"the network returns {len(tensors)} tensors; choose the penalised one with output= "

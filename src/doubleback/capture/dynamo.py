@@ -10,14 +10,14 @@ line, a remedy.
 
 `Surroundings` is what a forward pass reads and Dynamo does not guard, as a key that is compared at
 each call. Dynamo takes classes to be finished: a method that is replaced on a class later, or a
-hook for all modules, goes unnoticed; so does an Enum that a dictionary is looked up with. Each of
-these is rare, few in number and quick to compare. Older versions of PyTorch also miss a module
-whose class is swapped, and numbers of a class that serves as a record.
+hook for all modules, goes unnoticed. Each of these is rare, few in number and quick to compare.
+Older versions of PyTorch also miss a module whose class is swapped, and numbers of a class that
+serves as a record.
 """
 
 from __future__ import annotations
 
-import enum
+import functools
 import gc
 import itertools
 import os
@@ -138,6 +138,7 @@ class Capture:
 
     def _enter(self, net: nn.Module, box: _Box, args: tuple, kwargs: dict[str, Any]) -> Any:
         _Quiet.install()
+        guard_identity()
         boxes = _boxes()
         boxes.append(box)
         try:
@@ -348,6 +349,32 @@ class _Quiet:
             cls.held.pop().close()
 
 
+@functools.cache
+def guard_identity() -> None:
+    """Teach Dynamo, once, two guards that it leaves out. Of one object under two names it guards
+    that they stay one, but not where one name is local and the other global: a module's Enum that a
+    dictionary is looked up with. And it guards no function or class that is looked for in a set or
+    dictionary and not called."""
+    original = _torch.dynamo_builder.make_dupe_guard
+
+    def make_dupe_guard(source: Any, other: Any) -> Any:
+        guard = original(source, other)
+        if guard is None and other is not None and other != source:
+            guard = functools.partial(_torch.GuardBuilder.DUPLICATE_INPUT, source_b=other)
+        return guard
+
+    _torch.dynamo_builder.make_dupe_guard = make_dupe_guard
+    lazy = _torch.LazyVariableTracker
+    name = "is_hashable" if _torch.before(2, 13) else "is_hashable_lazy"
+    unguarded = getattr(lazy, name)
+
+    def is_a_key(self: Any) -> bool:
+        """Only what is a key already, and guarded with its dictionary, is left at that."""
+        return isinstance(self.original_source(), _torch.ConstDictKeySource) and unguarded(self)
+
+    setattr(lazy, name, is_a_key)
+
+
 class _Escape(Exception):
     """Carries a graph out of the network's call, so that nothing of it runs."""
 
@@ -498,7 +525,7 @@ def _clear(error: BaseException) -> None:
 # ----------------------------------------------------------------------------------- surroundings
 
 
-DEEPEST = 4  # how far into a module's attributes Enums are looked for
+DEEPEST = 4  # how far into a module's attributes such classes are looked for
 
 _GLOBAL_HOOKS = (
     "_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks",
@@ -530,7 +557,7 @@ class Surroundings:
             if issubclass(kind, nn.Module) and kind is not nn.Module
         ]  # fmt: skip
         self._modules = [ref(module) for module in modules]  # the key is not to keep them alive
-        self._places = list(_watched(modules))
+        self._places = list(_watched(modules)) if _torch.before(2, 13) else []
         self._hooks = global_hooks()
         self._frozen = _torch.before(2, 13)  # of parameters Dynamo does not guard it before
 
@@ -548,8 +575,7 @@ class Surroundings:
 
 
 def _watched(modules: list[nn.Module]) -> Iterator[tuple[Any, Any]]:
-    """Where Enums lie, and the entries of classes that serve as records: (what holds one, under
-    which name)."""
+    """The entries of classes that serve as records: (what holds one, under which name)."""
     seen: set[int] = set()
     stack: list[tuple[Any, int]] = [(vars(module), 0) for module in modules]
     while stack:
@@ -561,9 +587,9 @@ def _watched(modules: list[nn.Module]) -> Iterator[tuple[Any, Any]]:
         entries: Any = vars(holder) if record else holder
         items = entries.items() if isinstance(entries, Mapping) else enumerate(entries)
         for name, item in list(items):
-            if isinstance(item, enum.Enum) or (record and not str(name).startswith("__")):
+            if record and not str(name).startswith("__"):
                 yield entries, name
-            if depth >= DEEPEST or isinstance(item, (nn.Module, torch.Tensor, enum.Enum)):
+            if depth >= DEEPEST or isinstance(item, (nn.Module, torch.Tensor)):
                 continue
             if isinstance(item, (dict, list, tuple)) or _is_record(item):
                 stack.append((item, depth + 1))

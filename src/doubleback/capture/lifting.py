@@ -43,7 +43,7 @@ from .._torch import (
     special_op_to_preserve_cia,
 )
 from ..errors import CaptureError
-from ..graph import Graph, Meta, Node, Ref, Size, draws, leaves
+from ..graph import Graph, Meta, Node, Ref, Size, draws, leaves, shares
 from ..rules import registered, stop_gradient
 
 aten = torch.ops.aten
@@ -578,17 +578,16 @@ def _viewed(node: torch.fx.Node) -> torch.fx.Node | None:
     """What a node may share its memory with: that of which it is a view or a part."""
     if node.op != "call_function" or not node.all_input_nodes:
         return None
-    op = node.target
-    own = isinstance(op, OpOverload) and not any(r.alias_info for r in op._schema.returns)
-    if own and op not in (aten._unsafe_view.default, aten.reshape.default):
-        return None
-    return node.all_input_nodes[0]
+    own = isinstance(node.target, OpOverload) and not shares(node.target)
+    return None if own else node.all_input_nodes[0]
 
 
 def _lies_alike(left: torch.fx.Node, right: torch.fx.Node) -> bool:
     a, b = left.meta["val"], right.meta["val"]
+    if (a.dtype, a.is_conj(), a.is_neg()) != (b.dtype, b.is_conj(), b.is_neg()):
+        return False
     steps = zip((*a.shape, *a.stride()), (*b.shape, *b.stride()), strict=True)
-    return a.dtype == b.dtype and all(_surely_equal(m, n) for m, n in steps)
+    return all(_surely_equal(m, n) for m, n in steps)
 
 
 def _join_pieces(graph: torch.fx.Graph) -> None:
@@ -601,7 +600,7 @@ def _join_pieces(graph: torch.fx.Graph) -> None:
         if found is not None:
             whole, where = found
             pieces.setdefault(whole, {}).setdefault(where, []).append(node)
-    for (x, dim, length, kind), places in pieces.items():
+    for (_, dim, length, kind), places in pieces.items():
         order = sorted(places)
         ends = [0, *(stop for _, stop in order)]
         covered = [start for start, _ in order] == ends[:-1] and ends[-1] == length
@@ -609,6 +608,7 @@ def _join_pieces(graph: torch.fx.Graph) -> None:
             continue
         nodes = [places[where] for where in order]
         first = min((n for each in nodes for n in each), key=list(graph.nodes).index)
+        x = first.args[0]  # which may have become a piece by now
         values = [each[0].meta["val"] for each in nodes]
         with graph.inserting_before(first):
             if kind is aten.select.int:
@@ -634,7 +634,8 @@ def _piece(node: torch.fx.Node) -> tuple[Any, tuple[int, int]] | None:
     kind = node.target
     if kind not in (aten.select.int, aten.slice.Tensor):
         return None
-    x, axis, *rest = node.args
+    given: Any = node.args
+    x, axis, *rest = given
     example = x.meta.get("val") if isinstance(x, torch.fx.Node) else None
     if not isinstance(example, Tensor) or not isinstance(axis, int) or node.kwargs:
         return None

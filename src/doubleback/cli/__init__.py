@@ -18,7 +18,9 @@ import importlib.util
 import re
 import sys
 import traceback
+import warnings
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 from doubleback.errors import DoublebackError
@@ -37,9 +39,18 @@ WORDS = (
     (r"train, and call net\.eval\(\)", "train, and pass --eval"),
     (r"with output= *(\([^)]*\))?", "with --output KEY"),
     (r"\boutput=('[^']*'|-?\d+)", r"--output \1"),
-    (r"\bprojections=(\d+|n|…)", "--projections"),
+    (r"\bprojections=(\d+|n|…)", r"--projections \1"),
+    (r"\bprojections=None is", "leave it out, which is"),
+    (r"choose some with entries=.*\"all\", or estimate", "estimate"),
+    (r", choose outputs with entries=.*\"all\"", ""),
+    (r"\bof=\"(\w+)\"", r"--of \1"),
+    (r"Jacobian\(chunk=\.\.\.\)", "--chunk"),
+    (r" wrt=0 of shape", " of shape"),
+    (r" Pass allow_unused=True if that is meant", ""),
     (r"\bindex=\.\.\.", "--index I"),
-    (r"(OutputGradient|GradientMatch)\(--index I\)", "--index I"),
+    (r'\bindex="sum"', "--index sum"),
+    (r"(OutputGradient|GradientMatch)\((--index \w+)\)", r"\2"),
+    (r", or match the whole Jacobian: JacobianMatch\(\)", ""),
     (r"[,;]? *(or )?(pass|use|leave) strict=False[^;.]*", ""),
 )
 
@@ -55,6 +66,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.print_help(sys.stderr)
         return 2
     arguments = parser.parse_args(argv)
+    with warnings.catch_warnings():
+        warnings.showwarning = partial(_warned, warnings.showwarning)
+        return _run(arguments)
+
+
+def _run(arguments: argparse.Namespace) -> int:
     room, _, function = COMMANDS[arguments.command][0].partition(":")
     try:
         command = getattr(importlib.import_module(f"doubleback.cli.{room}"), function)
@@ -98,9 +115,19 @@ def _unknown(given: str, names: Sequence[str], more: str = "") -> str:
     return f"unknown {given!r}{meant} (choose from {', '.join(names)}{', ' if more else ''}{more})"
 
 
+def _warned(otherwise: Callable[..., Any], message: Any, category: Any, *where: Any) -> None:
+    """The library's own warnings, like its errors: on one line, without a place in the source."""
+    if category.__module__.partition(".")[0] == "doubleback":
+        print(f"doubleback: warning: {_told(message)}", file=sys.stderr)
+    else:
+        otherwise(message, category, *where)
+
+
 def _told(error: BaseException) -> str:
     """On one line, with options in place of Python."""
-    text = " ".join(str(error).split())
+    lines = [" ".join(line.split()) for line in str(error).splitlines() if line.strip()]
+    text = " ".join(s if s.endswith((".", ":", ";", ",")) else f"{s}." for s in lines[:-1])
+    text = " ".join([text, *lines[-1:]]).strip()
     for pattern, words in WORDS:
         text = re.sub(pattern, words, text)
     return text
@@ -257,7 +284,7 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
         ("--momentum", _weight, "M", "of sgd, default: 0"),
         ("--epochs", _count, "N", "default: 10"),
         ("--batch", _count, "B", "of all processes together, default: 64"),
-        ("--index", int, "I", "output node of output-gradient and gradient-match"),
+        ("--index", _index, "I", "output node of output-gradient and gradient-match, or sum"),
         ("--projections", _count, "N", "of jacobian: estimate"),
         ("--chunk", _count, "C", "of jacobian: seeds at a time"),
         ("--iterations", _count, "K", "of spectral-norm, default: 5"),
@@ -323,8 +350,9 @@ def _add_model(parser: argparse.ArgumentParser, shape_required: bool = True) -> 
     _choice(parser, "--loss", LOSSES, f"of loss-gradient, default: {LOSSES[0]}")
     _choice(parser, "--norm", NORMS, f"of the gradient, default: {NORMS[0]}")
     parser.add_argument(
-        "--index", type=int, metavar="I", help="output node of output-gradient and gradient-match"
-    )
+        "--index", type=_index, metavar="I",
+        help="output node of output-gradient and gradient-match, or sum",
+    )  # fmt: skip
     _choice(parser, "--of", ("output", "softmax"), "of jacobian, default: output")
     parser.add_argument("--projections", type=_count, metavar="N", help="of jacobian: estimate")
     parser.add_argument("--chunk", type=_count, metavar="C", help="of jacobian: seeds at a time")
@@ -388,6 +416,13 @@ def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
     return int(text)
+
+
+def _index(text: str) -> int | str:
+    try:
+        return text if text == "sum" else int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor sum") from None
 
 
 def _weight(text: str) -> float:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import math
 import platform
 import time
 from collections import Counter
@@ -26,6 +27,12 @@ def check(arguments: argparse.Namespace) -> int:
     try:
         report = db.check(model, *inputs)
     except db.CheckError as error:
+        rows = getattr(error.report, "rows", ())
+        if not all(math.isfinite(row.oracle) for row in rows):
+            raise UsageError(
+                "autograd's own gradients are not finite, so that there is nothing to compare "
+                "with: are there NaN or infinity among the net's weights, or in its output?"
+            ) from error
         if arguments.json and isinstance(error.report, db.CheckReport):
             print(json.dumps(error.report.as_dict(), indent=2))
         else:

@@ -376,12 +376,15 @@ def sentences(results: dict[str, Any]) -> Iterator[str]:
         stock, patch, ours = (
             cost[way]["seconds"] for way in (shared.STOCK, shared.PATCH, shared.OURS)
         )
-        relation = f"{stock / ours:.2f} times as fast as" if ours < stock else "not faster than"
-        also = f"gains nothing here ({stock / patch:.2f} times)"
-        if patch < stock:
-            also = f"makes stock {stock / patch:.2f} times as fast"
+        times, patched = stock / ours, stock / patch  # 1.00 when rounded is no faster
+        relation = f"not faster than stock autograd ({times:.2f} times)"
+        if times >= 1.005:
+            relation = f"{times:.2f} times as fast as stock autograd"
+        also = f"gains nothing here ({patched:.2f} times)"
+        if patched >= 1.005:
+            also = f"makes stock {patched:.2f} times as fast"
         formula = results["formulas"][name]
-        yield f"{formula}: db.Penalised is {relation} stock autograd; db.patch() {also}."
+        yield f"{formula}: db.Penalised is {relation}; db.patch() {also}."
     worst = max(row["worst"] for row in results["parity"].values())
     rows = sum(row["rows"] for row in results["parity"].values())
     yield (
@@ -417,7 +420,9 @@ tr.ours td { font-weight: 600; }
 .bar { height: .8em; border-radius: 2px; background: var(--soft); min-width: 2px; }
 .ours .bar { background: var(--good); }
 .new { color: var(--good); } .old { color: var(--soft); }
-@media (max-width: 40rem) { th, td { padding: .3rem .4rem; font-size: .9rem; } }
+@media (max-width: 40rem) { th, td { padding: .3rem .4rem; font-size: .9rem; }
+  th { white-space: normal; }
+  .costs td:last-child, .costs th:last-child { display: none; } }
 .charts { display: flex; flex-wrap: wrap; gap: 1.5rem; } .charts svg { flex: 1 1 20rem; }
 svg { max-width: 34rem; height: auto; }
 svg text { fill: var(--soft); font: 12px system-ui, sans-serif; }
@@ -430,6 +435,7 @@ pre { background: var(--card); padding: .8rem 1rem; border-radius: 6px; overflow
 details { margin: .6rem 0; } summary { cursor: pointer; font-weight: 600; }
 .swatch { display: inline-block; width: .8em; height: .8em; border-radius: 2px;
   margin-right: .4em; }
+.key { display: inline-block; margin-right: 1.4em; }
 """
 
 
@@ -601,7 +607,7 @@ def _plans(results: dict[str, Any]) -> str:
 
 def _legend(results: dict[str, Any]) -> str:
     items = (
-        f'<span style="margin-right:1.4em"><span class=swatch style="background:{colour}"></span>'
+        f'<span class=key><span class=swatch style="background:{colour}"></span>'
         f"{_label(results, name)}</span>"
         for colour, name in zip(COLOURS, results["quality"], strict=False)
     )

@@ -8,13 +8,14 @@ import copy
 import difflib
 import gzip
 import importlib
+import inspect
 import math
 import statistics
 import struct
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -98,6 +99,12 @@ def factory(name: str) -> Callable[[], object]:
         item = getattr(item, part)
     if not callable(item):
         raise UsageError(f"{name!r} is a {type(item).__name__}, not a callable")
+    if not isinstance(item, nn.Module):
+        with suppress(ValueError):  # a callable without a signature
+            try:
+                inspect.signature(item).bind()
+            except TypeError as error:
+                raise UsageError(f"{name!r} is called without arguments: {error}") from error
     return item
 
 

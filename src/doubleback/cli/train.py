@@ -71,7 +71,7 @@ class Settings:
     loss: str = "cross_entropy"
     weight: float = 0.1
     norm: str | None = None
-    index: int | None = None
+    index: int | str | None = None
     of: str | None = None
     projections: int | None = None
     chunk: int | None = None
@@ -128,10 +128,17 @@ def _toml(name: str) -> dict[str, Any]:
 
 def _fitting(value: Any, annotation: Any, where: str) -> Any:
     """A TOML value of the type that a setting has; whole numbers do for others."""
-    kinds = {"str": str, "int": int, "float": (int, float), "bool": bool}
+    kinds = {
+        "int": (int, "a whole number"),
+        "float": ((int, float), "a number"),
+        "str": (str, "a string"),
+        "bool": (bool, "true or false"),
+    }
     names = [part for part in str(annotation).split(" | ") if part != "None"]
-    if isinstance(value, bool) != (names == ["bool"]) or not isinstance(value, kinds[names[0]]):
-        raise UsageError(f"{where} must be a {names[0]}, not {value!r}")
+    fits = any(isinstance(value, kinds[name][0]) for name in names)
+    if isinstance(value, bool) != (names == ["bool"]) or not fits:
+        told = " or ".join(kinds[name][1] for name in names)
+        raise UsageError(f"{where} must be {told}, not {value!r}")
     return float(value) if names == ["float"] else value
 
 
@@ -504,6 +511,10 @@ class Training:
     @torch.no_grad()
     def validate(self) -> dict[str, float]:
         """Mean loss, and accuracy where the labels are classes, on the test set."""
+        sharded = self.settings.wrap == "fsdp2" and self.processes.count > 1
+        whole: Any = self.wrapped
+        if sharded:
+            whole.unshard()  # the net alone is called, whose parameters are in pieces otherwise
         self.model.eval()
         total, hits, count, classes = 0.0, 0, 0, False
         size = self.settings.batch
@@ -516,6 +527,8 @@ class Training:
             hits += int((out.argmax(1) == y).sum()) if classes else 0
             count += len(y)
         self.model.train()
+        if sharded:
+            whole.reshard()
         measured = {"test loss": total / count}
         return measured | ({"test accuracy": hits / count} if classes else {})
 
@@ -648,7 +661,8 @@ def _whole(training: Training, arguments: argparse.Namespace) -> int:
 
 def _stopper(training: Training) -> Any:
     def stop(number: int, frame: Any) -> None:
-        if training.stopped:  # asked for twice
+        # Asked for twice: but torchrun passes on what the terminal has sent to every process.
+        if training.stopped and "TORCHELASTIC_RUN_ID" not in os.environ:
             raise KeyboardInterrupt
         training.stopped = True
 
@@ -688,6 +702,10 @@ def _steps(training: Training, metrics: Metrics | None, quiet: bool) -> dict[str
 def _again(settings: Settings, arguments: argparse.Namespace) -> str:
     """The command that goes on with this run."""
     words = ["doubleback", "train", *([arguments.config] if arguments.config else [])]
+    if (count := int(os.environ.get("WORLD_SIZE", 1))) > 1:
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", count))
+        nodes = ["--nnodes", str(count // here)] if count > here else []
+        words = ["torchrun", *nodes, "--nproc-per-node", str(here), "-m", *words]
     for field in fields(settings):
         value = getattr(arguments, field.name)
         if value is not None and value is not False:

@@ -36,7 +36,7 @@ from .._torch import (
     peek_interpreter_stack,
     pytree,
 )
-from ..capture import Surroundings, forget, plain, turn
+from ..capture import Surroundings, forget, guard_identity, plain, turn
 from ..errors import (
     CaptureError,
     InputError,
@@ -233,6 +233,7 @@ class Compiled:
                 me()._changed(failure)  # type: ignore[union-attr]
 
             _follow_requires_grad(_calls)
+            guard_identity()
             optimise = _torch.dynamo_optimize(
                 receive, nopython=True, dynamic=self.dynamic, guard_fail_fn=changed
             )

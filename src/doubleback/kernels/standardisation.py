@@ -227,15 +227,19 @@ def standardise_backward(
     return cast(dx, x), cast(dw, like), cast(db, like)
 
 
-LARGE = 1 << 22  # entries from which on a batch norm's sums by PyTorch take longer than a launch
+# Entries from which on a batch norm by kernels of our own is quicker than by PyTorch's: where what
+# is recorded now runs as a CUDA graph, and where each of their dozen launches waits for the host.
+LARGE, LARGE_WHEN_LAUNCHED = 1 << 22, 1 << 25
 
 
 def _summed_slowly(groups: Groups, x: Tensor) -> bool:
-    """Whether PyTorch's kernel for the sums is far from the memory's speed: batch norm,
-    channels-last, on a GPU."""
+    """Whether PyTorch's kernel for the sums is so far from the memory's speed that ours pay: batch
+    norm, channels-last, on a GPU."""
     if groups.kind != "batch" or not x.is_cuda or isinstance(x.numel(), torch.SymInt):
         return False
-    return x.numel() >= LARGE and groups.layout(x) != torch.contiguous_format
+    graphed = launch.being_flattened() or torch.cuda.is_current_stream_capturing()
+    large = x.numel() >= (LARGE if graphed else LARGE_WHEN_LAUNCHED)
+    return large and groups.layout(x) != torch.contiguous_format
 
 
 def standardise_second(
@@ -694,10 +698,16 @@ def _launch_forward(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor | None,
     running_var: Tensor | None, momentum: float, eps: float,
 ) -> list[Tensor]:  # fmt: skip
+    # as it was recorded, wherever a kernel laid it out otherwise than it said it would
+    x = x.contiguous(memory_format=torch.channels_last if x.dim() == 4 else torch.channels_last_3d)
     running = None
     if running_mean is not None and running_var is not None:
         running = (running_mean, running_var)
-    return standardisation_triton.batch_forward(x, weight, bias, running, momentum, eps)
+    if _summed_slowly(Groups.batch_norm(), x):
+        return standardisation_triton.batch_forward(x, weight, bias, running, momentum, eps)
+    if running is None:
+        return aten._native_batch_norm_legit.no_stats(x, weight, bias, True, momentum, eps)
+    return aten._native_batch_norm_legit_functional(x, weight, bias, *running, True, momentum, eps)
 
 
 def _fake_forward(x, weight, bias, running_mean, running_var, momentum, eps):
@@ -722,16 +732,17 @@ def batch_norm_now(
     quicker than PyTorch's; None where they are not."""
     if launch.fusing() or not _summed_slowly(Groups.batch_norm(), x) or not launch.available():
         return None
-    if not (_recorded(x) or eager(x, weight, bias)):
+    if not (_recorded() or eager(x, weight, bias)):
         return None
-    run = torch.ops.doubleback.batch_norm_forward if _recorded(x) else _launch_forward
+    run = torch.ops.doubleback.batch_norm_forward if _recorded() else _launch_forward
     mean, var = running or (None, None)
     return tuple(run(x, weight, bias, mean, var, momentum, eps))
 
 
-def _recorded(x: Tensor) -> bool:
-    """Whether kernels are recorded now, each as one operator."""
-    return launch.being_flattened() and launch.on_cuda(x) and not launch.fusing()
+def _recorded() -> bool:
+    """Whether kernels are recorded now, each as one operator: without a GPU too, since tracing the
+    twenty steps of a formula takes far longer than calling them by one more function."""
+    return launch.being_flattened() and not launch.fusing()
 
 
 def backward_now(
@@ -739,7 +750,8 @@ def backward_now(
     weight: Tensor | None, wanted: Sequence[bool],
 ) -> Three:  # fmt: skip
     """`standardise_backward` in the form that the sweeps need now."""
-    if not (_recorded(x) and _summed_slowly(groups, x)):
+    own = _summed_slowly(groups, x) or (groups.kind == "batch" and x.is_cpu)
+    if not (own and _recorded()):
         return standardise_backward(
             groups, xi, x, mean, rstd, weight, wanted, fused=not launch.fusing()
         )
@@ -754,7 +766,7 @@ def second_now(
     weight: Tensor | None, wanted: Sequence[bool], tangent: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """`standardise_second` in the form that the sweeps need now."""
-    if not _recorded(x):
+    if not _recorded():
         return standardise_second(
             groups, xi, q, x, mean, rstd, weight, wanted, tangent, fused=not launch.fusing()
         )

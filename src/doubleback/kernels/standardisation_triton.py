@@ -579,10 +579,8 @@ def batch_forward(
     momentum: float,
     eps: float,
 ) -> list[Tensor]:
-    """y, μ, r and, where there are running statistics, the new ones; y is channels-last, and so is
-    x: if it is not, as where a kernel lays its result out otherwise than was said when the sweeps
-    were recorded, a copy is."""
-    x = x.contiguous(memory_format=torch.channels_last if x.dim() == 4 else torch.channels_last_3d)
+    """y, μ, r and, where there are running statistics, the new ones, of an x that is channels-last,
+    as y is."""
     w, b = (None if t is None else t.contiguous() for t in (w, b))
     old = (None, None) if running is None else tuple(t.contiguous() for t in running)
     key = (*map(look, (x, w, b, *old)), momentum, eps)

@@ -204,7 +204,8 @@ th, td { text-align: right; padding: .25rem .75rem; border-bottom: 1px solid var
 th:first-child, td:first-child { text-align: left; }
 nav { display: flex; flex-wrap: wrap; gap: .4rem .9rem; font-size: .92rem; }
 a { color: var(--accent); }
-dl { display: grid; grid-template-columns: max-content 1fr; gap: .2rem 1.2rem; font-size: .95rem; }
+dl { display: grid; grid-template-columns: max-content minmax(0, 1fr); gap: .2rem 1.2rem;
+  font-size: .95rem; overflow-wrap: anywhere; }
 dt { color: var(--soft); } dd { margin: 0; }
 """
 
@@ -231,6 +232,7 @@ def write_page(
     path.write_text(
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        '<link rel="icon" href="data:,">'
         f"<title>{html.escape(title)}</title><style>{CSS}</style></head><body><main>"
         f'<h1>{html.escape(title)}</h1><p class="lead">{html.escape(lead)}{outside}</p>'
         f"<dl>{listed}</dl><nav>{contents}</nav>{body}</main></body></html>\n",

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .._torch import AutoDispatchBelowAutograd
 from ..operators import AveragePool, InvertibleDownsampling, InvertibleUpsampling
-from .structures import fold, linear
+from .structures import base, fold, linear
 from .table import Call, Rule, Structure, Tensors, alone, light, named, run, sum_to, tangent_of
 
 aten = torch.ops.aten
@@ -166,6 +166,18 @@ def _select() -> Rule:
             y, list(call.metas[0].shape), call.argument(1, "dim"), call.argument(2, "index")
         )
     )
+
+
+def _scatter(part: Callable[..., Tensor]) -> Rule:
+    """y = u with w in the place of a part: the transpose cuts the part out. (Autograd has no
+    derivative of these operators at complex numbers.)"""
+
+    def backward(call: Call, y: Tensor, wanted: Sequence[bool]) -> Tensors:
+        cut = part(y, *call.node.args[2:], **call.node.kwargs)
+        rest = call.apply([base(y), torch.zeros_like(cut)]) if wanted[0] else None
+        return rest, cut if wanted[1] else None
+
+    return linear(backward=backward, writes=True)
 
 
 def _cast() -> Rule:
@@ -324,8 +336,8 @@ def _shapes() -> Iterator[tuple[str, Rule]]:
         "fft_ifftshift.default",
     ]  # fmt: skip
     writing = [
-        "index_add.default", "scatter_add.default", "select_scatter.default",
-        "slice_scatter.default", "index_copy.default", "scatter.src", "masked_scatter.default",
+        "index_add.default", "scatter_add.default", "index_copy.default", "scatter.src",
+        "masked_scatter.default",
     ]  # fmt: skip
     identical = [
         "clone.default", "contiguous.default", "alias.default", "lift_fresh_copy.default",
@@ -366,6 +378,8 @@ def _shapes() -> Iterator[tuple[str, Rule]]:
         _identity_on_first(): identical,
         _gather_like(): by_reverse_mode,
         linear(writes=True): writing,
+        _scatter(aten.slice.Tensor): ["slice_scatter.default"],
+        _scatter(aten.select.int): ["select_scatter.default"],
         _resampling(InvertibleDownsampling): ["pixel_unshuffle.default"],
         _resampling(InvertibleUpsampling): ["pixel_shuffle.default"],
         _stop(): stopped,

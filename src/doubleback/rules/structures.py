@@ -311,7 +311,7 @@ def linear(
     reverse mode at zero, which for a linear map is exact and reads no value. The tangent is A
     itself; give `tangent` where the operator adds an offset (`masked_fill`, `add`).
     same_entries, per_example: see `Rule`. writes: y is u₁ with some entries written to, so that u₁
-    always gets memory of its own (`_base`).
+    always gets memory of its own (`base`).
     """
     if writes:
         forward = _written
@@ -335,7 +335,7 @@ def linear(
     )
 
 
-def _base(t: Tensor) -> Tensor:
+def base(t: Tensor) -> Tensor:
     """With memory for every entry. One number that is seen from everywhere (stride 0) must not be
     written to, and compilers do write into it."""
     expanded = any(n > 1 and step == 0 for n, step in zip(t.shape, t.stride(), strict=True))
@@ -344,7 +344,7 @@ def _base(t: Tensor) -> Tensor:
 
 def _written(call: Call) -> tuple[Any, None]:
     """forward of an operator that writes into its first input's place."""
-    return call.apply([_base(call.value(0)), *call.inputs[1:]]), None
+    return call.apply([base(call.value(0)), *call.inputs[1:]]), None
 
 
 def _zeros(call: Call, writes: bool) -> list[Any]:
@@ -354,7 +354,7 @@ def _zeros(call: Call, writes: bool) -> list[Any]:
         zeros(meta) if meta.differentiable else value
         for meta, value in zip(call.metas, call.inputs, strict=True)
     ]
-    return [_base(given[0]), *given[1:]] if writes else given  # type: ignore[arg-type]
+    return [base(given[0]), *given[1:]] if writes else given  # type: ignore[arg-type]
 
 
 def _apply_to_tangents(call: Call, q: Tensors, writes: bool = False) -> Any:
@@ -363,7 +363,7 @@ def _apply_to_tangents(call: Call, q: Tensors, writes: bool = False) -> Any:
         for tangent, meta, value in zip(q, call.metas, call.inputs, strict=True)
     ]
     if writes:
-        inputs[0] = _base(inputs[0])  # type: ignore[arg-type]
+        inputs[0] = base(inputs[0])  # type: ignore[arg-type]
     return call.apply(inputs)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
@@ -22,8 +22,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .._torch import foreach_add_, get_current_graph_task_keep_graph, pytree
 from ..errors import InputError, StaleGraphError, ThirdDerivativeError
-from .cuda_graphs import users
-from .program import Arrived, Gradients, Program
+from ..kernels import batched
+from .cuda_graphs import GraphedState, users
+from .program import Arrived, FlatState, Gradients, Program, memory
 from .state import behind, copies
 
 
@@ -46,17 +47,36 @@ class Job:
         named = dict(zip((*plan.penalised, *plan.effective), tensors, strict=False))
         return {**named, **self.constants}
 
-    def read(self, tensors: Sequence[Tensor], outputs: Sequence[Tensor]) -> list[Tensor]:
+    def read(
+        self, tensors: Sequence[Tensor], outputs: Sequence[Tensor], state: Any
+    ) -> list[Tensor]:
         """What the last two sweeps read of the inputs, the constants, the penalty's arguments and
-        the outputs, all of which callers can change in place."""
+        the outputs, all of which callers can change in place, or hold the memory of."""
         plan = self.program.plan
         kept = plan.kept | {plan.target} if plan.needs_head_tangent else plan.kept
         places = (*plan.penalised, *plan.effective)
-        reads = [t for v, t in zip(places, tensors, strict=False) if v in kept]
-        reads += tensors[len(places) :]
-        reads += [t for v, t in self.constants.items() if v in kept]
+        callers = [*zip(places, tensors, strict=False), *self.constants.items()]
+        callers += zip(plan.outputs, outputs, strict=True)
+        reads = [t for v, t in callers if v in kept] + [*tensors[len(places) :]]
         reads += [t for t in pytree.tree_leaves(self.extra) if isinstance(t, Tensor)]
-        return reads + [t for v, t in zip(plan.outputs, outputs, strict=True) if v in kept]
+        if plan.beside:
+            held = set(map(memory, _tensors(state, kept)))
+            reads += [t for v, t in callers if v in plan.beside and memory(t) in held]
+        return reads
+
+
+def _tensors(state: Any, kept: Collection[int]) -> list[Tensor]:
+    """Those that passed from the first two sweeps to the last two are going to read."""
+    if isinstance(state, GraphedState):
+        state = state.state
+    if isinstance(state, FlatState):
+        if state.flat.recipe is not None:
+            return state.tensors
+        state = state.rebuild(state.tensors, state.numbers)
+    parts = dict(vars(state))
+    values = parts.pop("values", {})
+    leaves = pytree.tree_leaves(([t for v, t in values.items() if v in kept], parts))
+    return [t for t in leaves if isinstance(t, Tensor)]
 
 
 def attach(job: Job, tensors: Sequence[Tensor], before: int) -> tuple[Tensor, ...]:
@@ -158,7 +178,7 @@ class Bridge(torch.autograd.Function):
         ctx.job, ctx.state, ctx.relay = job, state, relay
         ctx.batch = values.shape[0] if isinstance(values, Tensor) else 0
         ctx.inputs = tensors
-        read = job.read(tensors, outputs)
+        read = job.read(tensors, outputs, state)
         read += getattr(state, "outside", ())  # what is had again, is had from these
         # tensors made under inference_mode count no changes
         ctx.versions = [(t, t._version) for t in read if not t.is_inference()]
@@ -181,6 +201,12 @@ class Bridge(torch.autograd.Function):
             raise StaleGraphError(
                 "backward again after one that failed, which had used up the sweeps' values: run "
                 "forward again"
+            )
+        if batched():
+            raise InputError(
+                "a backward pass along many cotangents at once (is_grads_batched, vectorize) does "
+                "not go through the sweeps: take one cotangent after another, or make the model "
+                "with sweeps=False"
             )
         _check_versions(ctx.versions)
         keep = _keeps_graph()

@@ -259,11 +259,11 @@ class FourSweeps(Program):
             gamma = sweeps.second(plan, state, gamma, keep=keep, watch=watch, steps=stretch.steps)
             grads = [gamma.pop(v, None) if v in plan.trained else None for v in stretch.values]
             # each in memory of its own: callers may write to what they are handed
-            taken = set() if stretch is stretches[-1] else {_memory(t) for t in gamma.values()}
+            taken = set() if stretch is stretches[-1] else {memory(t) for t in gamma.values()}
             for i, g in enumerate(grads):
                 if g is not None:
-                    grads[i] = self._usual(g.clone() if _memory(g) in taken else g)
-                    taken.add(_memory(g))
+                    grads[i] = self._usual(g.clone() if memory(g) in taken else g)
+                    taken.add(memory(g))
             yield grads
 
     def _laid_out(self, leaves: Mapping[int, Tensor]) -> Mapping[int, Tensor]:
@@ -763,7 +763,7 @@ def _split(plan: Plan, spec: Any, tensors: Sequence[Tensor]) -> tuple[list, Any,
     return list(tensors[:start]), values, dict(zip(plan.mutations, written, strict=True))
 
 
-def _memory(t: Tensor) -> int:
+def memory(t: Tensor) -> int:
     """Equal for tensors that share memory."""
     return t.untyped_storage()._cdata if t.layout is torch.strided else id(t)
 

@@ -83,10 +83,22 @@ def _copy(x: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     return x.clone().copy_(source, non_blocking)
 
 
-# Operators of functional programs that autograd has no formula for, as it has one; and what writes
-# in place have become, where it draws in another order than they did.
+def _put(part: Any) -> Any:
+    def run(x: Tensor, source: Tensor, *where: Any, **more: Any) -> Tensor:
+        whole = x.clone()
+        part(whole, *where, **more).copy_(source)
+        return whole
+
+    return run
+
+
+# Operators of functional programs that autograd has no formula for (of some at complex numbers
+# alone), as it has one; and what writes in place have become, where it draws in another order than
+# they did.
 _AS_WRITTEN: dict[Any, Any] = {
     torch.ops.aten.copy.default: _copy,
+    torch.ops.aten.slice_scatter.default: _put(torch.ops.aten.slice.Tensor),
+    torch.ops.aten.select_scatter.default: _put(torch.ops.aten.select.int),
     torch.ops.aten.bernoulli.p: drawn_in_place,
 }
 

@@ -96,6 +96,11 @@ def move_constants(module: torch.fx.GraphModule) -> None:
 def _written(node: torch.fx.Node) -> bool:
     """Whether anybody writes to this value or to a view of it."""
     for user in node.users:
+        if user.op == "call_method":  # a sum into its first summand; a view
+            into = str(user.target).endswith("_")
+            if user.args[0] is node and (into or _written(user)):
+                return True
+            continue
         schema = getattr(user.target, "_schema", None)
         if schema is None and user.op != "output":
             return True
@@ -189,24 +194,25 @@ def _join_multiple(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
         return
     left, right = node.args
     for base, product in ((left, right), (right, left)):
-        nodes = (base, product, *getattr(product, "args", ()))
-        if not all(isinstance(n, torch.fx.Node) for n in nodes) or len(nodes) != 4:
+        if not (isinstance(base, torch.fx.Node) and isinstance(product, torch.fx.Node)):
             continue
-        values = [n.meta.get("val") for n in (node, *nodes)]
+        factors = [n for n in product.args if isinstance(n, torch.fx.Node)]
+        values: list[Any] = [n.meta.get("val") for n in (node, base, product, *factors)]
         fits = (
             product.target is aten.mul.Tensor
+            and len(factors) == 2
             and not product.kwargs
             and len(product.users) == 1
             and _near(product, node)
             and not (_is_over_places(product) or _is_over_places(node))
             and all(isinstance(v, Tensor) and v.dim() and v.is_floating_point() for v in values)
             and len({(v.dtype, v.device) for v in values}) == 1
-            and _alike(values[1].shape, values[2].shape)
-            and _alike(values[1].stride(), values[0].stride())
+            and _alike(base.meta["val"].shape, product.meta["val"].shape)
+            and _alike(base.meta["val"].stride(), node.meta["val"].stride())
         )
         if fits:
             with graph.inserting_before(node):
-                joined = graph.call_function(aten.addcmul.default, (base, *product.args))
+                joined = graph.call_function(aten.addcmul.default, (base, *factors))
             joined.meta = dict(node.meta)
             node.replace_all_uses_with(joined)
             graph.erase_node(node)
