@@ -182,7 +182,7 @@ NAMES: dict[str, tuple[str, str]] = {
     ),
     "GuardBuilder": (
         "torch._dynamo.guards:GuardBuilder",
-        "the guard that is added there: two names, one object",
+        "guards that are added: two names, one object; a module without hooks",
     ),
     "LazyVariableTracker": (
         "torch._dynamo.variables.lazy:LazyVariableTracker",
@@ -236,10 +236,6 @@ NAMES: dict[str, tuple[str, str]] = {
     "top_saved_tensors_hooks": (
         "torch._C._autograd:_top_saved_tensors_default_hooks",
         "whether a caller's hooks (a checkpoint's) would see what is saved on traced tensors",
-    ),
-    "GuardBuilder": (
-        "torch._dynamo.guards:GuardBuilder",
-        "that a module has no hooks is guarded by the backend, which Dynamo leaves out",
     ),
     "TracingContext": (
         "torch._guards:TracingContext",
