@@ -290,6 +290,24 @@ def test_attributes_that_change(made):
 # ----------------------------------------------------------------------------- results
 
 
+@pytest.mark.parametrize("kind", ["forward", "pre", "backward", "removed"])
+def test_hooks_that_come_and_go(kind):
+    net, hook = mlp(), None
+    fast = compiled(net)
+    for step in range(4):
+        if step == 2 and kind == "pre":
+            net[2].register_forward_pre_hook(lambda _, args: (0.5 * args[0],))
+        elif step == 2 and kind == "backward":
+            net[1].register_full_backward_hook(lambda _, given, __: (2 * given[0],))
+        elif step == (0 if kind == "removed" else 2):
+            hook = net[1].register_forward_hook(lambda *call: 2 * call[-1])
+        elif step == 2:
+            hook.remove()
+        x = torch.randn(6, 4, requires_grad=True)
+        wanted = penalty(net, x, trained(net))
+        assert_same(penalty(fast, x, trained(net)), wanted)
+
+
 class Many(nn.Module):
     def __init__(self):
         super().__init__()
@@ -324,6 +342,217 @@ def test_results_that_share_memory_or_are_no_numbers():
         before = results[11].clone()
         results[10].zero_()
     assert torch.equal(results[11], before)
+
+
+class Features(nn.Module):
+    """A network that returns values in between, from which others are computed."""
+
+    def __init__(self, run) -> None:
+        super().__init__()
+        self.run, self.first, self.second = run, nn.Linear(4, 6), nn.Linear(6, 6)
+        self.last = mlp_of(6)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor):
+        return self.run(self, x)
+
+
+def mlp_of(inputs: int) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(inputs, 8), nn.SiLU(), nn.Linear(8, 2))
+
+
+def chain(net, x):
+    h = net.first(x).tanh()
+    k = net.second(h).sin()
+    return net.last(k) + h[:, :2], h, k
+
+
+def parts(net, x):
+    h = net.first(x).tanh()
+    a, b = h.chunk(2, 1)
+    return net.last(torch.cat([b, a], 1)), h, a
+
+
+def views(net, x):
+    h = net.first(x).tanh()
+    return net.last(h), h.view(-1, 2, 3), h.t(), x.view(-1, 2, 2), 3, None
+
+
+def written(net, x):
+    h = net.first(x) * 1
+    other = torch.zeros_like(h)
+    other[:, 2:] = h[:, :4]
+    k = net.second(other).tanh() * 1
+    with torch.no_grad():
+        k.clamp_(-0.5, 0.5)
+        scale = k.mean()
+    return net.last(k + other) * scale, other, k
+
+
+def sizes(net, x):
+    h = net.first(x).tanh()
+    rows = h.shape[0] * 2
+    return net.last(h).repeat(2, 1)[:rows] / rows, h, rows
+
+
+def cast(net, x):
+    with torch.autocast("cpu", torch.bfloat16):
+        h = net.first(x)
+        with torch.autocast("cpu", enabled=False):
+            k = net.second(h.double())
+        out = net.last(k)
+    return out.double(), h.double(), k
+
+
+def broken(net, x):
+    h = net.first(x).tanh()
+    k = net.second(h)
+    torch._dynamo.graph_break()
+    return net.last(k + h), k, h
+
+
+def stored(net, x):
+    net.kept = net.first(x).tanh()
+    return net.last(net.kept), net.kept
+
+
+def transformed(net, x):
+    h = net.first(x).tanh()
+    jacobian = torch.func.vmap(torch.func.jacrev(net.last))(h)
+    return jacobian.square().sum(2), h, torch.ones(2)
+
+
+def written_late(net, x):
+    z = net.first(x) * 1
+    h = net.second(z.clone()).tanh()
+    z.add_(h)
+    return net.last(h) + z[:, :2], h
+
+
+def written_off_the_tape(net, x):
+    h = net.first(x) * 1
+    k = h[:, :2] * 2
+    with torch.no_grad():
+        h.clamp_(-0.5, 0.5)
+    return net.last(h) + k, h
+
+
+def by_each_result(net, x: Tensor, parameters) -> list:
+    """A loss of gradients by all results, which are computed from one another."""
+    results = tensors_of(net(x))
+    total = sum((1 + i) * (t.sin() + t.square()).sum() for i, t in enumerate(results))
+    found = torch.autograd.grad(total, [*results, x], create_graph=True)
+    loss = 0.1 * total + sum(g.square().mean() for g in found)
+    return [*found, *torch.autograd.grad(loss, [x, *parameters], allow_unused=True)]
+
+
+@pytest.mark.parametrize(
+    "run",
+    [chain, parts, views, written, sizes, broken, stored, transformed],
+    ids=lambda f: f.__name__,
+)
+def test_a_result_that_others_are_computed_from(run):
+    rows = iter([6, 6, 5, 7])
+    against_eager(Features(run), lambda: torch.randn(next(rows), 4), 4, run=by_each_result)
+
+
+def test_a_result_within_autocast_that_others_are_computed_from():
+    net = Features(cast)
+    reference, fast = copy.deepcopy(net), compiled(net)
+    for _ in range(3):
+        x = torch.randn(6, 4, requires_grad=True)
+        wanted = by_each_result(reference, x, trained(reference))
+        assert_same(by_each_result(fast, x, trained(net)), wanted, 1e-2)
+        assert_same(fast(x), reference(x))
+
+
+@pytest.mark.parametrize("run", [written_late, written_off_the_tape], ids=lambda f: f.__name__)
+def test_a_result_that_others_are_computed_from_is_written_past(run):
+    with pytest.warns(db.CaptureWarning, match="writes in place to what was before"):
+        against_eager(Features(run), run=by_each_result)
+
+
+def test_hooks_on_a_result_that_others_are_computed_from():
+    def run(net, x, parameters):
+        out, h, k = net(x)
+        h.register_hook(lambda g: 2 * g)
+        k.retain_grad()
+        (out.sum() + k.exp().sum()).backward()
+        return [k.grad, *torch.autograd.grad(net(x)[0].sum(), parameters)]
+
+    against_eager(Features(chain), run=run)
+
+
+@pytest.mark.parametrize("create_graph", [True, False])
+def test_batches_of_cotangents(create_graph):
+    def run(net, x, parameters):
+        out = net(x)
+        eye = torch.eye(2).unsqueeze(1).expand(2, len(x), 2)
+        (jacobian,) = torch.autograd.grad(
+            out, x, eye, is_grads_batched=True, create_graph=create_graph, retain_graph=True
+        )
+        (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        rows = torch.eye(4).unsqueeze(1).expand(4, len(x), 4)
+        (hessian,) = torch.autograd.grad(
+            slope, x, rows, is_grads_batched=True, create_graph=create_graph, retain_graph=True
+        )
+        loss = jacobian.square().sum() + slope.exp().sum() + hessian.square().sum() + out.sum()
+        assert jacobian.requires_grad == hessian.requires_grad == create_graph
+        return [jacobian, hessian, *torch.autograd.grad(loss, [x, *parameters])]
+
+    against_eager(mlp(), run=run)
+
+
+def test_inside_a_checkpoint():
+    """Which runs a region again in the backward pass, as it ran before."""
+    net = mlp()
+    fast = compiled(net)
+
+    def run(fn, x):
+        out = checkpoint(fn, x, use_reentrant=False)
+        (g,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        return torch.autograd.grad(out.mean() + g.square().sum(), [x, *trained(net)])
+
+    for rows in (5, 5, 6, 7):
+        x = torch.randn(rows, 4, requires_grad=True)
+        assert_same(run(fast, x), run(net, x))
+
+
+def test_a_function_that_differentiates_by_values_of_its_own():
+    net = mlp(out=1)
+
+    def loss(x):
+        x = x.detach().requires_grad_()
+        h = net[1](net[0](x))
+        energy = net[4](net[3](net[2](h)))
+        (force,) = torch.autograd.grad(energy.sum(), x, create_graph=True)
+        (inner,) = torch.autograd.grad(energy.sum(), h, create_graph=True)
+        return energy.square().mean() + force.square().sum() + inner.exp().mean()
+
+    step = compiled(loss)
+    for rows in (5, 5, 6, 7):
+        x = torch.randn(rows, 4)
+        wanted = torch.autograd.grad(loss(x), trained(net))
+        assert_same(torch.autograd.grad(step(x), trained(net)), wanted)
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_a_buffer_that_is_one_number(grad):
+    """PyTorch's own backends lose what is written to a float64 without axes."""
+
+    def run(net, x):
+        with torch.no_grad():
+            net.calls.add_(1)
+        return net.last(net.first(x)) * net.calls
+
+    net = Features(run)
+    fast = compiled(net)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", db.CaptureWarning)
+        for calls in range(1, 4):
+            with torch.set_grad_enabled(grad):
+                fast(torch.randn(6, 4))
+            assert net.calls == calls
 
 
 def test_writing_to_a_result_that_is_kept():

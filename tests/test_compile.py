@@ -550,6 +550,20 @@ def test_what_arrives_multiplies_and_adds_up():
         value.backward()
 
 
+def test_several_numbers_may_arrive_at_once():
+    net, x = mlp(), torch.randn(4, 3)
+    weights = torch.tensor([1.0, -2.0, 3.0])
+
+    def loss(x):
+        return net(x).square().sum()
+
+    def batch(value):
+        return torch.autograd.grad(value, list(net.parameters()), weights, is_grads_batched=True)
+
+    for found, wanted in zip(batch(compiled(loss)(x)), batch(loss(x)), strict=True):
+        close(found, wanted)
+
+
 def gradients_kept(value, net) -> list:
     value.backward(retain_graph=True)
     found = [None if p.grad is None else p.grad.clone() for p in net.parameters()]
@@ -903,6 +917,55 @@ def test_written_tensors_that_share_memory_run_on_autograd():
         ours = step(x, x[:2])
     close(ours.detach(), loss(twin, twin[:2]).detach())
     close(x, twin)
+
+
+@pytest.mark.parametrize("by", ["argument", "parameters"])
+@pytest.mark.parametrize("leaf", [True, False])
+def test_an_argument_computed_from_what_the_loss_differentiates_by(by, leaf):
+    """Autograd's graph outside is a way of the derivative inside: the function runs on autograd."""
+    net = mlp()
+
+    def loss(x, y):
+        at = [x] if by == "argument" else list(net.parameters())
+        found = torch.autograd.grad(net(x).sum() * y.square().sum(), at, create_graph=True)
+        return sum(g.square().sum() for g in found) + net(x).mean()
+
+    source = torch.randn(4, 3, requires_grad=True)
+    step = db.compile(loss, compiler="eager")
+
+    def dependent(fn):
+        x = source if leaf else source * 2
+        return fn(x, x[:2] if by == "argument" else net(x))
+
+    with pytest.warns(db.CaptureWarning, match="was computed from"):
+        agree(lambda: dependent(step), lambda: dependent(loss), [*net.parameters(), source])
+
+    def independent(fn):
+        x = source if leaf else source * 2
+        return fn(x, source.sin() if by == "parameters" or not leaf else torch.ones(2))
+
+    strict, tensors = compiled(loss), [*net.parameters(), source]
+    agree(lambda: independent(strict), lambda: independent(loss), tensors)
+    assert strict.traces == 1
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_hook_on_what_the_loss_differentiates_by(when):
+    net = mlp()
+
+    def loss(x):
+        total = net(x).square().sum()
+        found = torch.autograd.grad(total, list(net.parameters()), create_graph=True)
+        return sum(g.square().sum() for g in found)
+
+    step = db.compile(loss, compiler="eager")
+    if when == "after":
+        agree(step, loss, net.parameters(), torch.randn(4, 3))
+    hook = net[0].weight.register_hook(lambda g: 2 * g)
+    with pytest.warns(db.CaptureWarning, match="hook"):
+        agree(step, loss, net.parameters(), torch.randn(4, 3))
+    hook.remove()
+    agree(compiled(loss), loss, net.parameters(), torch.randn(4, 3))
 
 
 def test_the_user_s_own_errors_come_through():

@@ -182,7 +182,7 @@ NAMES: dict[str, tuple[str, str]] = {
     ),
     "GuardBuilder": (
         "torch._dynamo.guards:GuardBuilder",
-        "the guard that is added there: two names, one object",
+        "guards that are added: two names, one object; a module without hooks",
     ),
     "LazyVariableTracker": (
         "torch._dynamo.variables.lazy:LazyVariableTracker",
@@ -233,6 +233,10 @@ NAMES: dict[str, tuple[str, str]] = {
         "expressions in open sizes as Python code",
     ),
     # ----------------------------------------------------------- Inductor (slow to import)
+    "top_saved_tensors_hooks": (
+        "torch._C._autograd:_top_saved_tensors_default_hooks",
+        "whether a caller's hooks (a checkpoint's) would see what is saved on traced tensors",
+    ),
     "TracingContext": (
         "torch._guards:TracingContext",
         "the context in which Dynamo would call Inductor; its caches on disk need it",

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from .. import _torch
 from .._torch import (
@@ -30,9 +31,10 @@ from .._torch import (
 )
 from ..capture import forget, part_layers, plain
 from ..errors import CaptureError, InputError, StaleGraphError, let_through, warn
+from ..kernels import batched
 from ..patch import patched, supported
 from ..run import no_autocast, quiet, sound
-from .region import RegionCode, depends_on, look, many
+from .region import Pieces, RegionCode, depends_on, look, many, writes_to_numbers
 from .tracing import Stages
 
 NAME = "doubleback"
@@ -60,12 +62,42 @@ def backend(
     """
     compile_first, inductor = _compilers(mode, options)
     part_layers(module)
-    tensors = [t for t in inputs if isinstance(t, Tensor)]
-    alone = not torch.is_grad_enabled() or not any(t.requires_grad for t in tensors)
-    if alone or not all(plain(t) for t in tensors):
-        return compile_first(module, inputs)
-    _close_to_dynamo()
-    return CompiledRegion(module, inputs, compile_first, inductor).enter
+    _guard_hooks()
+
+    def region(module: torch.fx.GraphModule, inputs: Sequence[Any], refusal=None) -> Callable:
+        if not _is_trained(inputs):
+            return compile_first(module, inputs)
+        _close_to_dynamo()
+        return CompiledRegion(module, inputs, compile_first, inductor, refusal).enter
+
+    lossy = writes_to_numbers(module)
+    if not _is_trained(inputs) or not all(plain(t) for t in inputs if isinstance(t, Tensor)):
+        return RegionCode(module).eager if lossy else compile_first(module, inputs)
+    try:
+        if lossy:
+            raise CaptureError("it writes to a tensor of one float64 without axes, on the CPU")
+        with _plainly():
+            pieces = Pieces(module)
+    except CaptureError as error:
+        return region(module, inputs, error)
+    return pieces.compiled(inputs, region) if pieces.parts else region(module, inputs)
+
+
+def _is_trained(inputs: Sequence[Any]) -> bool:
+    """Whether autograd has anything to do."""
+    return torch.is_grad_enabled() and any(
+        isinstance(t, Tensor) and t.requires_grad for t in inputs
+    )
+
+
+def _guard_hooks() -> None:
+    """Hooks that a module is given later are noticed: Dynamo notes which modules have none, and by
+    default does not look again."""
+    builder, context = _torch.GuardBuilder, _torch.TracingContext.try_get()
+    guards = set() if context is None else context.guards_context.dynamo_guards
+    for guard in list(guards):
+        if guard.create_fn is builder.EMPTY_NN_MODULE_HOOKS_DICT:
+            guards.add(guard.originating_source.make_guard(builder.SEQUENCE_LENGTH))
 
 
 def _compilers(
@@ -106,7 +138,7 @@ class CompiledRegion:
 
     def __init__(
         self, module: torch.fx.GraphModule, inputs: Sequence[Any], compile_first: Callable,
-        inductor: dict[str, Any] | None,
+        inductor: dict[str, Any] | None, refusal: CaptureError | None,
     ) -> None:  # fmt: skip
         self.inductor = inductor
         self.code = RegionCode(module)
@@ -121,6 +153,8 @@ class CompiledRegion:
         self._examples: list[Any] = list(self.code.examples)
         self._drawn_examples: list[Tensor] = []
         try:
+            if refusal is not None:
+                raise refusal
             if self.code.obstacle is None:
                 self._look()
         except CaptureError as error:
@@ -221,8 +255,8 @@ class CompiledRegion:
         if self._draw is not None:
             with torch.no_grad(), no_autocast():
                 inputs = (*inputs, *self._draw(*[inputs[i] for i in self.code.open]))
-        if not self.wanted:
-            return self.first(*inputs)
+        if not self.wanted or (not self.variants and current_graph_task_id() >= 0):
+            return self.first(*inputs)  # in a backward pass: a checkpoint runs again what ran
         numbers = self.code.numbers(inputs)
         stages = self._stages(numbers)
         if stages is None:
@@ -248,7 +282,7 @@ class CompiledRegion:
                 return None
             handled = sys.exception()
             try:
-                with quiet():
+                with quiet(), _no_hooks():
                     made = Stages(
                         self.code, numbers, self.written, wanted, self.moving, self.inductor
                     )
@@ -458,7 +492,7 @@ def _watch(function: Any, region: CompiledRegion) -> None:
         keep = get_current_graph_task_keep_graph()
         create_graph = torch.is_grad_enabled()
         donated = keep and function.compiled_bw is not None and metadata.bw_donated_idxs
-        if not create_graph and not donated:
+        if not create_graph and not donated and not batched():
             gradients = backward(ctx, *grads)
             if not keep:
                 ctx.held.free()
@@ -643,7 +677,7 @@ def _first(
         return {}
     with quiet():
         stages.first.run  # noqa: B018  where it is compiled now, it may ask more about sizes
-    if stages.fits(call.numbers):
+    if stages.fits(call.numbers) and not batched():
         gradients = stages.first({**values, **stages.dense("only", call.along(grads))})
     else:
         gradients = call.region.replay(
@@ -662,7 +696,8 @@ def _differentiable(
     wanted = _executed(ctx, 1)
     moving = any(t is not None and t.requires_grad for t in grads)
     region.ask(wanted, moving)
-    if set(wanted) <= set(stages.wanted) and moving <= stages.moving:
+    made = set(wanted) <= set(stages.wanted) and moving <= stages.moving
+    if made and not batched():  # graphs take one cotangent each
         along = call.along(grads)
         gradients = RegionBackward.apply(call, values, token, *along)
         gradients = dict(zip(stages.wanted, gradients, strict=True))  # type: ignore[arg-type]
@@ -701,9 +736,10 @@ class RegionBackward(torch.autograd.Function):
             return (None,) * (3 + ctx.count)
         # the node of `RegionForward`, if this backward pass will come to it
         goes_on = will_engine_execute_node(ctx.next_functions[0][0])
-        if torch.is_grad_enabled():
+        create_graph = torch.is_grad_enabled()
+        if create_graph or batched():
             by_inputs, by_along = call.region.replay_second(
-                call.held, stages.ends_of, along, stages.wanted, across, create_graph=True
+                call.held, stages.ends_of, along, stages.wanted, across, create_graph
             )
             if goes_on:
                 call.leave({}, by_inputs)
@@ -721,12 +757,19 @@ class RegionBackward(torch.autograd.Function):
 # ------------------------------------------------------------------------------ surroundings
 
 
+def _no_hooks() -> Any:
+    """A caller's hooks on saved tensors (a checkpoint's) are not for tensors without numbers."""
+    none = _torch.top_saved_tensors_hooks(True) is None
+    return nullcontext() if none else saved_tensors_hooks(lambda t: t, lambda t: t)
+
+
 @contextmanager
 def _plainly() -> Iterator[None]:
     """Whatever goes wrong while a region is looked at, as a `CaptureError`."""
     handled = sys.exception()
     try:
-        yield
+        with _no_hooks():
+            yield
     except CaptureError:
         raise
     except Exception as error:

@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 from .. import _torch, errors
 from .._torch import (
@@ -43,6 +44,7 @@ from ..errors import (
     ThirdDerivativeError,
     warn,
 )
+from ..kernels import batched
 from ..patch import patched, supported
 from ..run import no_autocast, quiet
 from .tracing import WholeStep, take_mark, trace_whole
@@ -301,6 +303,7 @@ class Compiled:
         call = _calls()[-1]
         try:
             _refuse_shared(step, inputs)
+            call.refuse_ways_outside([inputs[i] for i in step.inner])
             scale = None
             if step.scaled:
                 scale = self.scaler.scale(torch.ones((), device=step.device))
@@ -316,6 +319,9 @@ class Compiled:
                 with torch.no_grad():
                     foreach_copy_([inputs[i] for i in step.written], job.updates)
             return [*job.results[: step.place], loss, *job.results[step.place + 1 :]]
+        except CaptureError as error:
+            call.error = CaptureError(f"{_name(self.fn)} cannot run as one graph: {error}")
+            raise call.error from None
         except BaseException as error:
             call.error = error
             raise
@@ -434,10 +440,10 @@ def _multiplied(grads: Sequence[Tensor | None], by: Tensor) -> list[Tensor | Non
         groups.setdefault((g.device, g.dtype), []).append(i)
     for (device, _), places in groups.items():
         factor = by.to(device)
-        if len(places) > 1:
+        if len(places) > 1 and not batched():
             scaled = foreach_mul([present[i] for i in places], factor)
         else:
-            scaled = [present[places[0]] * factor]
+            scaled = [present[i] * factor for i in places]
         for i, product in zip(places, scaled, strict=True):
             products[i] = product
     each = iter(products)
@@ -593,6 +599,30 @@ class _LossCall:
 
     def original(self, t: Tensor) -> Tensor:
         return self._originals.get(id(t), t)
+
+    def refuse_ways_outside(self, inner: Sequence[Tensor]) -> None:
+        """Raise where autograd's graph of the caller would have a part in the derivatives that fn
+        takes by these of its inputs: another argument was computed from one, or a hook waits."""
+        at = [self.original(t) for t in inner]
+        if any(t._backward_hooks for t in at):
+            raise CaptureError(
+                "it differentiates by a tensor with a hook (register_hook), which no graph holds"
+            )
+        ends = {get_gradient_edge(t)[:2] for t in at if t.requires_grad}
+        stack: list[Any] = [t.grad_fn for t, _ in self._leaves.values()] if ends else []
+        seen = set()
+        while stack:
+            node = stack.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            for edge in node.next_functions:
+                if edge in ends:
+                    raise CaptureError(
+                        "it differentiates by a tensor that another of its arguments was computed "
+                        "from; compute that one inside the function, or detach it"
+                    )
+                stack.append(edge[0])
 
 
 _local = threading.local()

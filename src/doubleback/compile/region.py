@@ -22,7 +22,15 @@ import torch
 from torch import Tensor
 
 from .. import _torch
-from .._torch import FakeTensorMode, TorchDispatchMode, make_fx, pytree, set_grad_enabled
+from .._torch import (
+    FakeTensorMode,
+    TorchDispatchMode,
+    is_functorch_wrapped_tensor,
+    make_fx,
+    peek_interpreter_stack,
+    pytree,
+    set_grad_enabled,
+)
 from ..errors import CaptureError
 from ..graph import compile_sizes
 
@@ -241,24 +249,24 @@ class RegionCode:
         count = len(self.examples)
         drawn = inputs[count:]
         replaying = Replaying(self.draws, drawn) if self.draws else nullcontext()
-        with self._as_it_was(), _torch.enable_python_dispatcher(), replaying:
+        with self.as_it_was(), _torch.enable_python_dispatcher(), replaying:
             return _AsEager(self.module).run(*inputs[:count])
 
     def eager(self, *inputs: Any) -> Sequence[Any]:
         """Its results from inputs alone."""
         interpreter = _AsEager if self.obstacle is None else torch.fx.Interpreter
-        with self._as_it_was():
+        with self.as_it_was():
             return interpreter(self.module).run(*inputs)
 
     def record(self, *inputs: Any) -> Sequence[Any]:
         """Its results on tensors without numbers, and a note of what it draws."""
-        with self._as_it_was(), _torch.enable_python_dispatcher(), Recording() as seen:
+        with self.as_it_was(), _torch.enable_python_dispatcher(), Recording() as seen:
             results = _AsEager(self.module).run(*inputs)
         self.draws = seen.draws
         return results
 
     @contextmanager
-    def _as_it_was(self) -> Iterator[None]:
+    def as_it_was(self) -> Iterator[None]:
         """Autocast as it was when Dynamo read the code, without its cache of weights; and what the
         code does to autograd's switch is undone."""
         grad = torch.is_grad_enabled()
@@ -374,6 +382,27 @@ class _OnTape(_AsEager):
             return None
         return super().call_function(target, args, kwargs)
 
+
+def writes_to_numbers(module: torch.fx.GraphModule) -> bool:
+    """Whether a graph writes to an input that is one float64 without axes, on the CPU. PyTorch
+    takes it for one of Python's floats, and loses what is written."""
+    numbers = [n for n in module.graph.find_nodes(op="placeholder") if _is_number(n)]
+    return any(_writes(user, n) for n in numbers for user in n.users)
+
+
+def _is_number(node: torch.fx.Node) -> bool:
+    t = node.meta["example_value"]
+    is_tensor = isinstance(t, Tensor) and not t.requires_grad
+    return is_tensor and t.dim() == 0 and t.dtype is torch.float64 and t.device.type == "cpu"
+
+
+def _writes(node: torch.fx.Node, to: torch.fx.Node) -> bool:
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    in_place = (name.endswith("_") and not name.endswith("__")) or name in _IN_PLACE
+    return (in_place and node.args[0] is to) or node.kwargs.get("out") is to
+
+
+_IN_PLACE = {"setitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow"}
 
 _COND = "cond"  # which eager differentiates, and a trace does not
 
@@ -584,15 +613,19 @@ class Layout:
 
 def look(code: RegionCode, inputs: Sequence[Any], draws: Sequence[Tensor] | None) -> Layout:
     """Run the code on tensors without numbers. Without draws, it is noted what is drawn."""
+    given = _to_write_to(code, inputs)
+    with torch.enable_grad():
+        results = code.record(*given) if draws is None else code(*given, *draws)
+    return _layout(given, results)
+
+
+def _to_write_to(code: RegionCode, inputs: Sequence[Any]) -> list[Any]:
+    """Copies of the inputs. Those that require grad are on the tape: no leaf can be written to."""
     leaves = [
         t.clone().requires_grad_() if on else t.clone() if _is_large(t) else t
         for t, on in zip(inputs, code.required, strict=True)
     ]
-    # a copy on the tape, for a leaf cannot be written to
-    given = [t.clone() if on else t for t, on in zip(leaves, code.required, strict=True)]
-    with torch.enable_grad():
-        results = code.record(*given) if draws is None else code(*given, *draws)
-    return _layout(given, results)
+    return [t.clone() if on else t for t, on in zip(leaves, code.required, strict=True)]
 
 
 def _is_large(t: Any) -> bool:
@@ -601,7 +634,9 @@ def _is_large(t: Any) -> bool:
 
 
 def _memory(t: Tensor) -> int:
-    return t.untyped_storage()._cdata
+    # a tensor of a transform of torch.func, and one that is sparse, has none that is told
+    told = not is_functorch_wrapped_tensor(t) and t.layout is torch.strided
+    return t.untyped_storage()._cdata if told else id(t)
 
 
 def _layout(inputs: Sequence[Any], results: Sequence[Any]) -> Layout:
@@ -669,3 +704,270 @@ def depends_on(
         for i in written
         for user in placeholders[i].users
     )
+
+
+# ----------------------------------------------------------------- a result that others depend on
+#
+# Inputs and results of a region are joined by one node of autograd's graph, in which no result
+# depends on another. A caller who differentiates one by another, or puts a hook on it, would miss
+# the ways between them. So a region ends where a result is complete that others are computed from;
+# what follows is another region, which is given it.
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Part of a graph. inputs: placeholders of the whole, and nodes of pieces before it; results:
+    its nodes that pieces after it read, or that the whole returns."""
+
+    module: torch.fx.GraphModule
+    inputs: tuple[torch.fx.Node, ...]
+    results: tuple[torch.fx.Node, ...]
+
+
+class Pieces:
+    """A graph of Dynamo's in pieces that run one after the other. Most graphs are one: `parts` is
+    empty then. Raises where a piece would write to what one before it made or reads."""
+
+    def __init__(self, module: torch.fx.GraphModule) -> None:
+        self.parts: list[Piece] = []
+        self.module = _copied(module)
+        self.returned: Sequence[Any] = self.module.graph.output_node().args[0]  # type: ignore[assignment]
+        nodes = {n for n in self.returned if isinstance(n, torch.fx.Node)}
+        ends = {n for n in nodes if n.op != "placeholder" and _on_tape(n.meta["example_value"])}
+        if len(ends) > 1:
+            ways = _Ways(self.module, [n for n in self.module.graph.nodes if n in ends])
+            cuts = ways.cuts()
+            if cuts:
+                self.parts = _Parts(self.module, ways.values, cuts).pieces()
+
+    def compiled(
+        self, inputs: Sequence[Any], region: Callable[[torch.fx.GraphModule, list], Callable]
+    ) -> Callable[..., list[Any]]:
+        """The whole, each piece of which is what `region` makes of it and its example inputs."""
+        given = self.module.graph.find_nodes(op="placeholder")
+        examples: dict[Any, Any] = dict(zip(given, inputs, strict=True))
+        regions = []
+        for piece in self.parts:
+            nodes = zip(piece.inputs, piece.module.graph.find_nodes(op="placeholder"), strict=True)
+            for n, own in nodes:
+                examples.setdefault(n, own.meta["example_value"])
+            regions.append(region(piece.module, [examples[n] for n in piece.inputs]))
+
+        def run(*inputs: Any) -> list[Any]:
+            values: dict[Any, Any] = dict(zip(given, inputs, strict=True))
+            for piece, run_piece in zip(self.parts, regions, strict=True):
+                results = run_piece(*[values[n] for n in piece.inputs])
+                values.update(zip(piece.results, results, strict=True))
+            return [values[n] if isinstance(n, torch.fx.Node) else n for n in self.returned]
+
+        return run
+
+
+class _Ways(_AsEager):
+    """A run on tensors without numbers that notes what each node reads, makes and writes to, so as
+    to follow which results on autograd's tape are computed from others."""
+
+    def __init__(self, module: torch.fx.GraphModule, ends: Sequence[torch.fx.Node]) -> None:
+        super().__init__(module, garbage_collect_values=False)
+        self.values: dict[torch.fx.Node, Any] = {}
+        self.notes: list[_Note] = []
+        code = RegionCode(module)
+        mode = next((t.fake_mode for t in code.examples if isinstance(t, _torch.FakeTensor)), None)
+        if mode is None:
+            raise CaptureError("it is given no tensor")
+        with mode, code.as_it_was(), torch.enable_grad(), _torch.enable_python_dispatcher():
+            self.run(*_to_write_to(code, [_bare(t) for t in code.examples]))
+        given = {id(t) for note in self.notes if note.is_input for t in note.made}
+        found = [self.values[n] for n in ends]
+        self.ends = {id(t): t for t in found if id(t) not in given}
+
+    def run_node(self, n: torch.fx.Node) -> Any:
+        if n.op == "output":
+            return None
+        read = [(t, t._version) for m in n.all_input_nodes for t in _tensors(self.values[m])]
+        value = self.values[n] = super().run_node(n)
+        changed = [t for t, version in read if t._version > version]
+        made, on = _tensors(value), torch.is_grad_enabled()
+        self.notes.append(
+            _Note(
+                [t for t, _ in read], made, {_memory(t) for t in changed}, n.op == "placeholder",
+                on and any(map(_may_be_on_tape, (*made, *changed))),
+                not on or peek_interpreter_stack() is not None,
+            )
+        )  # fmt: skip
+        return value
+
+    def cuts(self) -> list[int]:
+        """Behind which nodes a piece ends: where a result that others depend on is complete."""
+        behind: dict[int, set[int]] = {}  # of each tensor: ends that it depends on
+        written: dict[int, set[int]] = {}  # of memory: ends that what was written depends on
+        for note in self.notes:
+            own: set[int] = set()
+            for t in note.read if note.on_tape else ():
+                own |= behind.get(id(t), set()) | written.get(_memory(t), set())
+                own |= {id(t)} & self.ends.keys()
+            for t in note.made:
+                behind[id(t)] = behind.get(id(t), set()) | own
+            for memory in note.written:
+                written[memory] = written.get(memory, set()) | own
+        read_on: set[int] = set()
+        for i, t in self.ends.items():
+            read_on |= (behind[i] | written.get(_memory(t), set())) - {i}
+        spans = sorted((self._span(self.ends[i]) for i in read_on), key=lambda span: span[1])
+        places: list[int] = []
+        barred = self._barred() if spans else set()
+        for first, last in spans:
+            free = [place for place in range(first, last + 1) if place not in barred]
+            if not free:
+                raise CaptureError(
+                    "behind a result that others depend on it writes in place to what was before"
+                )
+            if not any(place in free for place in places):
+                places.append(free[-1])
+        return sorted(places)
+
+    def _span(self, t: Tensor) -> tuple[int, int]:
+        """Behind what makes a tensor and all that autograd sees write to it, and before autograd
+        first reads it then."""
+        memory = _memory(t)
+        made = next(i for i, note in enumerate(self.notes) if any(t is m for m in note.made))
+        written = [
+            i for i, note in enumerate(self.notes) if note.on_tape and memory in note.written
+        ]
+        first = last = max([made, *written])
+        for note in self.notes[first + 1 :]:
+            if note.on_tape and any(_memory(r) == memory for r in note.read):
+                break
+            last += 1
+        return first, last
+
+    def _barred(self) -> set[int]:
+        """Places across which something is written to (a piece may write to the graph's inputs, and
+        not where one before it has read them), and those within another mode."""
+        inputs = {_memory(t) for note in self.notes if note.is_input for t in note.made}
+        held: dict[int, int] = {}  # memory, and since when
+        barred = {i for i, note in enumerate(self.notes) if note.within}
+        for i, note in enumerate(self.notes):
+            for memory in note.written & held.keys():
+                barred.update(range(held[memory], i))
+            for t in (*note.read, *(() if note.is_input else note.made)):
+                if _memory(t) not in inputs or _memory(t) not in note.written:
+                    held.setdefault(_memory(t), i)
+            for memory in note.written & inputs:  # which is handed on as it is now
+                held[memory] = len(self.notes)
+        return barred
+
+
+@dataclass(frozen=True)
+class _Note:
+    """Of one node. on_tape: whether autograd has a part in what it makes or writes; within: whether
+    autograd is off behind it, or a transform of torch.func on."""
+
+    read: list[Tensor]
+    made: list[Tensor]
+    written: set[int]
+    is_input: bool
+    on_tape: bool
+    within: bool
+
+
+def _on_tape(t: Any) -> bool:
+    return isinstance(t, Tensor) and t.requires_grad
+
+
+def _may_be_on_tape(t: Tensor) -> bool:
+    return t.requires_grad or is_functorch_wrapped_tensor(t)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [t for t in pytree.tree_leaves(value) if isinstance(t, Tensor)]
+
+
+def _bare(t: Any) -> Any:
+    """Without its history. A number's stand-in stays: it remembers its symbol."""
+    return t.detach() if _on_tape(t) else t
+
+
+class _Parts:
+    """What becomes of a graph's nodes in pieces that end behind certain places."""
+
+    def __init__(
+        self, module: torch.fx.GraphModule, values: dict[torch.fx.Node, Any], places: Sequence[int]
+    ) -> None:
+        self.module, self.values = module, values
+        self.stage: dict[torch.fx.Node, int] = {}
+        for i, n in enumerate(values):
+            # parts of a tuple stand beside it
+            whole = n.all_input_nodes[0] if n.target is operator.getitem else n
+            part = not isinstance(values[whole], Tensor) and whole is not n
+            self.stage[n] = self.stage[whole] if part else sum(place < i for place in places)
+        self.exits = {n.all_input_nodes[0]: n for n in values if _called(n) == "_exit_autocast"}
+
+    def pieces(self) -> list[Piece]:
+        returned = {n for n in self.module.graph.output_node().all_input_nodes}
+        read = [self._read(k) for k in range(max(self.stage.values()) + 1)]
+        wanted = returned.union(*(inputs for inputs, _ in read))
+        return [
+            self._piece(k, inputs, again, [n for n in self._own(k) if n in wanted])
+            for k, (inputs, again) in enumerate(read)
+        ]
+
+    def _own(self, k: int) -> list[torch.fx.Node]:
+        return [n for n in self.values if self.stage[n] == k and n.op != "placeholder"]
+
+    def _read(self, k: int) -> tuple[list[torch.fx.Node], list[torch.fx.Node]]:
+        """Nodes that a piece is given, all open sizes among them; and those without tensors (sizes,
+        autocast) that it takes again."""
+        own = self._own(k)
+        sizes = [n for n in self.values if n.op == "placeholder"]
+        inputs = [n for n in sizes if isinstance(self.values[n], torch.SymInt)]
+        again: list[torch.fx.Node] = []
+        known = {*own, *inputs}
+
+        def need(n: torch.fx.Node) -> None:
+            if n in known:
+                return
+            known.add(n)
+            if n.op == "placeholder" or (n.op != "get_attr" and isinstance(self.values[n], Tensor)):
+                inputs.append(n)
+                return
+            if n.op != "get_attr" and _tensors(self.values[n]):
+                raise CaptureError(f"a result that others depend on stands beside {n.target}")
+            for m in n.all_input_nodes:
+                need(m)
+            again.append(n)
+
+        for n in self._entered(k - 1):
+            need(n)
+        for n in own:
+            for m in n.all_input_nodes:
+                need(m)
+        return inputs, again
+
+    def _entered(self, k: int) -> list[torch.fx.Node]:
+        """Autocasts in which piece k ends, the innermost last."""
+        within = [n for n in self.values if n in self.exits]
+        return [n for n in within if self.stage[n] <= k < self.stage[self.exits[n]]]
+
+    def _piece(
+        self, k: int, inputs: list[torch.fx.Node], again: list[torch.fx.Node],
+        results: list[torch.fx.Node],
+    ) -> Piece:  # fmt: skip
+        graph = torch.fx.Graph()
+        copies: dict[torch.fx.Node, torch.fx.Node] = {}
+        for n in inputs:
+            copies[n] = graph.placeholder(n.name)
+            copies[n].meta = dict(n.meta)
+            if n.op != "placeholder":
+                t = n.meta["example_value"]
+                copies[n].meta["example_value"] = t.detach().requires_grad_(t.requires_grad)
+        for n in (*again, *self._own(k)):
+            copies[n] = graph.node_copy(n, lambda m: copies[m])
+        for n in reversed(self._entered(k)):
+            graph.node_copy(self.exits[n], lambda m: copies[m])
+        graph.output(tuple(copies[n] for n in results))
+        return Piece(torch.fx.GraphModule(self.module, graph), tuple(inputs), tuple(results))
+
+
+def _called(n: torch.fx.Node) -> str:
+    return getattr(n.target, "__name__", "") if n.op == "call_function" else ""

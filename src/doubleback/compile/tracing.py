@@ -44,6 +44,7 @@ class WholeStep:
     of the inputs at `trained`, Dynamo's results, new values of the inputs at `written`).
 
     place: of the loss among Dynamo's results.
+    inner: the inputs by which the loss takes derivatives itself.
     scaled: the last input is a number by which the loss is multiplied before it is differentiated;
     device: where that number lies.
     halves: whether float16 occurs in the graph.
@@ -54,6 +55,7 @@ class WholeStep:
     trained: tuple[int, ...]
     written: tuple[int, ...]
     place: int
+    inner: tuple[int, ...]
     scaled: bool
     halves: bool
     device: torch.device | None
@@ -117,7 +119,9 @@ def trace_whole(
             for t, on in zip(wrapped, required, strict=False):
                 if on:
                     t.requires_grad_()
-            *results, place, loss = _InOrder(module).run(*wrapped[:count])
+            code = _LossCode(module)
+            *results, place, loss = code.run(*wrapped[:count])
+            seen["inner"] = [i for i, t in enumerate(wrapped) if any(t is at for at in code.inner)]
             check(loss, gradients)
             wanted = [wrapped[i] for i, on in enumerate(trained) if on]
             grads: Sequence[Tensor | None] = []
@@ -159,15 +163,29 @@ def trace_whole(
         ready = _by_inductor(flat, mode, inputs) if compiling else boxed(flat)
     places = tuple(i for i, on in enumerate(trained) if on)
     return WholeStep(
-        ready, seen["where"], places, tuple(seen["written"]), seen["place"], scaled, halves, device,
+        ready, seen["where"], places, tuple(seen["written"]), seen["place"], tuple(seen["inner"]),
+        scaled, halves, device,
     )  # fmt: skip
 
 
-class _InOrder(torch.fx.Interpreter):
-    """`torch.bernoulli(x, p)` draws in the order of contiguous memory, `x.bernoulli_(p)` in that of
-    x's own; both are one operator in a functional program, which is drawn as the latter."""
+class _LossCode(torch.fx.Interpreter):
+    """Dynamo's graph of a loss, run.
+
+    inner: tensors by which it calls `torch.autograd.grad`.
+
+    `torch.bernoulli(x, p)` draws in the order of contiguous memory, `x.bernoulli_(p)` in that of
+    x's own; both are one operator in a functional program, which is drawn as the latter.
+    """
+
+    def __init__(self, module: torch.fx.GraphModule) -> None:
+        super().__init__(module)
+        self.inner: list[Tensor] = []
 
     def run_node(self, n: torch.fx.Node) -> Any:
+        if n.target is torch.autograd.grad:
+            args, kwargs = self.fetch_args_kwargs_from_env(n)
+            at = kwargs["inputs"] if "inputs" in kwargs else args[1]
+            self.inner += [at] if isinstance(at, Tensor) else at
         if n.target in (torch.bernoulli, "bernoulli") and (len(n.args) > 1 or "p" in n.kwargs):
             x, *rest = self.fetch_args_kwargs_from_env(n)[0]
             return torch.bernoulli(x.contiguous(), *rest, **n.kwargs)
