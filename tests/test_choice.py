@@ -555,11 +555,12 @@ def gradients(net, results) -> list[torch.Tensor]:
     return [out, value, *[p.grad.clone() for p in net.parameters() if p.grad is not None]]
 
 
+@pytest.mark.parametrize("norm", [None, nn.LayerNorm, nn.BatchNorm1d])
 @pytest.mark.parametrize("options", [{}, {"sweeps": False}], ids=["refused", "asked for"])
-def test_what_is_not_captured_soon_registers_nothing(options, monkeypatch):
+def test_what_is_not_captured_soon_registers_nothing(options, norm, monkeypatch):
     """To register the patch takes longer than the step of a small network."""
     torch.manual_seed(0)
-    net = Branch(mlp(), 3).double()
+    net = Branch(mlp() if norm is None else nn.Sequential(norm(6), mlp()), 3).double()
     made = registered(monkeypatch)
     model = db.Penalised(net, db.LossGradient("cross_entropy"), **options)
     other = db.WithGradient(net, **options)

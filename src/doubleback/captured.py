@@ -34,7 +34,7 @@ from .counting import counting
 from .errors import CaptureError, InputError, RuleError, refuse_unused, warn
 from .graph import Graph, Meta, Node, Ref
 from .kernels import compiling
-from .patch import LASTING, patched, patched_lasting, supported, watched
+from .patch import LASTING, patched, patched_as, supported, watched
 from .plan import Plan, make_plan
 from .rules import Structure, find_rule
 from .run import (
@@ -91,14 +91,13 @@ def derivatives(way: Way) -> AbstractContextManager:
     unfused kernel, the only one that has any; "patched": the library's, fused attention's among
     them, where this version of PyTorch can be patched; "bare": PyTorch's as they are, for networks
     that are known to need no others, "math": likewise, but for attention, as "stock"; a set: the
-    library's of these families of operators, `LASTING` and those that a network on a CPU is known
-    to use."""
+    library's alone that last and that a network on a CPU is known to use."""
     if way == "bare":
         return nullcontext()
     if way == "math":
         return _Unfused()
     if isinstance(way, frozenset):
-        return patched_lasting() if way == LASTING else patched(way)
+        return patched_as(way)
     if way == "patched" and supported(torch.__version__):
         return patched()
     return sdpa_kernel(SDPBackend.MATH)

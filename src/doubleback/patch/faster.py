@@ -142,7 +142,7 @@ def kernel(formula: Formula, stock: Any, switch: Switch) -> Callable:
         on = formula.family in switch.on and not kwargs
         if not on or args[-1] != [True, False, False] or not _is_one_convolution(*args[:-1]):
             return general(keyset, *args, **kwargs)
-        switch.note(formula.family)
+        switch.note(formula)
         xi, x, weight, _, stride, padding, dilation, transposed, _, groups = args[:-1]
         missing = _missing(xi, x, weight, stride, padding, dilation, transposed)
         options = (stride, padding, dilation, not transposed, missing, groups)
@@ -437,7 +437,7 @@ def forward_kernel(formula: Formula, stock: Any, switch: Switch) -> Callable:
         tensors = [a.get(name) for name in ("input", "weight", "bias")]
         if not (is_dual(*tensors) and _watched(tensors) and a.get("training", True)):
             return stock.call_boxed(keyset, *args, **kwargs)
-        switch.note(formula.family)
+        switch.note(formula)
         groups = _groups(a)
         # the statistics as numbers, and batch norm's running ones brought up to date
         _, *kept = below(op, keyset, [_primal(t) for t in args], kwargs)
