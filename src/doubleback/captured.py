@@ -141,8 +141,7 @@ def as_written(net: nn.Module, way: Way) -> AbstractContextManager:
 
 def is_compiled(net: nn.Module) -> bool:
     """Whether it is what `torch.compile` returned, or its `compile()` was called."""
-    wrapped = getattr(net, "_orig_mod", None)
-    return net._compiled_call_impl is not None or isinstance(wrapped, nn.Module)
+    return net._compiled_call_impl is not None or net._modules.get("_orig_mod") is not None
 
 
 OWN_HOOKS = (
@@ -361,10 +360,11 @@ class CapturedModule(nn.Module):
         if way == "patched":
             looks, used = self._used.get(self._setting(), (0, LASTING))
             way = used if looks == LOOKS else way
-        parts = any(map(is_compiled, list(self.net.modules())[1:]))
-        plain = not kwargs and self.wrt == 0 and self.output is None and not parts
+        plain = not kwargs and self.wrt == 0 and self.output is None
         quick = (way in ("bare", "math") or isinstance(way, frozenset)) and self._shortens()
-        if quick and plain and all(type(t) is Tensor for t in args):
+        if not (quick and plain and all(type(t) is Tensor for t in args)):
+            return
+        if not any(map(is_compiled, list(self.net.modules())[1:])):
             remember(self._short, self._shape_of(args), way)
 
     def _shape_of(self, args: tuple) -> tuple:

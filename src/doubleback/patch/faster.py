@@ -350,8 +350,19 @@ def _accepts_norm(a: Arguments) -> bool:
 
 _WHY_NORM = "one closed form in a few fused passes, and right in forward mode"
 
+
+def _norm_gains(xi: Tensor, x: Tensor, *others: Any) -> bool:
+    """From some ten thousand entries on, and in dtypes that PyTorch's chain of operators rounds."""
+    exact = xi.dtype is x.dtype and x.dtype in (torch.float32, torch.float64)
+    return not exact or isinstance(x.numel(), torch.SymInt) or x.numel() >= 1 << 15
+
+
 _BACKWARDS = [
-    Formula(name, "normalisation", _WHY_NORM, _second_of_norm, _accepts_norm, _composite_norm)
+    Formula(
+        name, "normalisation", _WHY_NORM, _second_of_norm, _accepts_norm, _composite_norm,
+        gains=_norm_gains if name in ("native_layer_norm_backward", "native_batch_norm_backward")
+        else None,
+    )
     for name in (
         "native_layer_norm_backward",
         "native_group_norm_backward",
@@ -360,7 +371,7 @@ _BACKWARDS = [
         "batch_norm_backward",
         "_fused_rms_norm_backward",
     )
-]
+]  # fmt: skip
 
 
 # ----------------------------------------------------- group and RMS norm themselves

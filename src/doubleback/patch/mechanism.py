@@ -102,6 +102,8 @@ class Formula:
         is quicker on a CPU because its tensors are small; None where it is not.
     pays: of the operator's arguments, whether `second` is quicker than stock on a CPU, where a
         small tensor's kernels take less time than the Python that calls them; None: always taken.
+    gains: the same where `second` is always taken, since stock is wrong elsewhere (third order):
+        a watch, which asks for second derivatives alone, is not told of what gains nothing.
     """
 
     operator: str
@@ -118,6 +120,7 @@ class Formula:
     kernel: Callable[[Formula, Any, Switch], Callable] | None = None
     steps: Callable[[dict[str, Any]], Any] | None = None
     pays: Callable[..., bool] | None = None
+    gains: Callable[..., bool] | None = None
 
     @property
     def outlives(self) -> bool:
@@ -324,7 +327,8 @@ def derivative_kernel(formula: Formula, stock: Any, switch: Switch) -> Callable:
             return call_stock(keyset, *args, **kwargs)
         if not accepts(arguments):
             return call_stock(keyset, *args, **kwargs)
-        switch.note(formula)
+        if dual or formula.gains is None or not args[0].is_cpu or formula.gains(*args):
+            switch.note(formula)
         if dual:
             return formula.composite(arguments)  # type: ignore[misc]
         for i in site.derived:
@@ -575,7 +579,7 @@ class Patcher:
                     self.resting.pop(name, None)
                 while self.switch.declined:
                     self.resting[self.switch.declined.pop()] = self.passes + REST
-                self.settle()
+                self.settle(outlive=True)
 
     def arm(self, *events: str) -> None:
         with self.lock:
