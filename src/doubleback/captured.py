@@ -141,7 +141,7 @@ def as_written(net: nn.Module, way: Way) -> AbstractContextManager:
 
 def is_compiled(net: nn.Module) -> bool:
     """Whether it is what `torch.compile` returned, or its `compile()` was called."""
-    return net._compiled_call_impl is not None or net._modules.get("_orig_mod") is not None
+    return net._compiled_call_impl is not None or "_orig_mod" in net._modules
 
 
 OWN_HOOKS = (
@@ -395,10 +395,10 @@ class CapturedModule(nn.Module):
         """What calls the network as it was written, if the whole was compiled; None where hooks of
         the compiled one have to be called as well."""
         net: Any = self._modules["net"]
-        inner = net._modules.get("_orig_mod")
-        if inner is None:
+        parts = net._modules  # TorchScript's have no get()
+        if "_orig_mod" not in parts:
             return net if net._compiled_call_impl is None else net._call_impl
-        return None if any([getattr(net, name) for name in OWN_HOOKS]) else inner
+        return None if any([getattr(net, name) for name in OWN_HOOKS]) else parts["_orig_mod"]
 
     def _unused(self, x: Tensor) -> None:
         if not self.allow_unused:
