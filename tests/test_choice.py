@@ -555,11 +555,15 @@ def gradients(net, results) -> list[torch.Tensor]:
     return [out, value, *[p.grad.clone() for p in net.parameters() if p.grad is not None]]
 
 
+@pytest.mark.parametrize(
+    ("norm", "by"), [(None, 1), (nn.LayerNorm, 1), (nn.LayerNorm, 1100), (nn.BatchNorm1d, 1100)]
+)
 @pytest.mark.parametrize("options", [{}, {"sweeps": False}], ids=["refused", "asked for"])
-def test_what_is_not_captured_soon_registers_nothing(options, monkeypatch):
-    """To register the patch takes longer than the step of a small network."""
+def test_what_is_not_captured_soon_registers_nothing(options, norm, by, monkeypatch):
+    """To register the patch takes longer than the step of a small network. by: for sizes whose
+    norms gain by it, too."""
     torch.manual_seed(0)
-    net = Branch(mlp(), 3).double()
+    net = Branch(mlp() if norm is None else nn.Sequential(norm(6), mlp()), 3).double()
     made = registered(monkeypatch)
     model = db.Penalised(net, db.LossGradient("cross_entropy"), **options)
     other = db.WithGradient(net, **options)
@@ -568,7 +572,7 @@ def test_what_is_not_captured_soon_registers_nothing(options, monkeypatch):
         for k, rows in enumerate((5, 6, 7, 5, 6, 12, 7)):
             if k == 4:
                 del made[:]
-            x, y = torch.randn(rows, 6).double(), labels((rows,))
+            x, y = torch.randn(by * rows, 6).double(), labels((by * rows,))
             ours = gradients(net, model(x, y)), gradients(net, other(x))
             leaf = x.clone().requires_grad_()
             out = net(leaf)

@@ -34,7 +34,7 @@ from .counting import counting
 from .errors import CaptureError, InputError, RuleError, refuse_unused, warn
 from .graph import Graph, Meta, Node, Ref
 from .kernels import compiling
-from .patch import LASTING, patched, patched_lasting, supported, watched
+from .patch import LASTING, patched, patched_as, supported, watched
 from .plan import Plan, make_plan
 from .rules import Structure, find_rule
 from .run import (
@@ -91,14 +91,13 @@ def derivatives(way: Way) -> AbstractContextManager:
     unfused kernel, the only one that has any; "patched": the library's, fused attention's among
     them, where this version of PyTorch can be patched; "bare": PyTorch's as they are, for networks
     that are known to need no others, "math": likewise, but for attention, as "stock"; a set: the
-    library's of these families of operators, `LASTING` and those that a network on a CPU is known
-    to use."""
+    library's alone that last and that a network on a CPU is known to use."""
     if way == "bare":
         return nullcontext()
     if way == "math":
         return _Unfused()
     if isinstance(way, frozenset):
-        return patched_lasting() if way == LASTING else patched(way)
+        return patched_as(way)
     if way == "patched" and supported(torch.__version__):
         return patched()
     return sdpa_kernel(SDPBackend.MATH)
@@ -142,8 +141,7 @@ def as_written(net: nn.Module, way: Way) -> AbstractContextManager:
 
 def is_compiled(net: nn.Module) -> bool:
     """Whether it is what `torch.compile` returned, or its `compile()` was called."""
-    wrapped = getattr(net, "_orig_mod", None)
-    return net._compiled_call_impl is not None or isinstance(wrapped, nn.Module)
+    return net._compiled_call_impl is not None or "_orig_mod" in net._modules
 
 
 OWN_HOOKS = (
@@ -362,10 +360,11 @@ class CapturedModule(nn.Module):
         if way == "patched":
             looks, used = self._used.get(self._setting(), (0, LASTING))
             way = used if looks == LOOKS else way
-        parts = any(map(is_compiled, list(self.net.modules())[1:]))
-        plain = not kwargs and self.wrt == 0 and self.output is None and not parts
+        plain = not kwargs and self.wrt == 0 and self.output is None
         quick = (way in ("bare", "math") or isinstance(way, frozenset)) and self._shortens()
-        if quick and plain and all(type(t) is Tensor for t in args):
+        if not (quick and plain and all(type(t) is Tensor for t in args)):
+            return
+        if not any(map(is_compiled, list(self.net.modules())[1:])):
             remember(self._short, self._shape_of(args), way)
 
     def _shape_of(self, args: tuple) -> tuple:
@@ -396,10 +395,10 @@ class CapturedModule(nn.Module):
         """What calls the network as it was written, if the whole was compiled; None where hooks of
         the compiled one have to be called as well."""
         net: Any = self._modules["net"]
-        inner = net._modules.get("_orig_mod")
-        if inner is None:
+        parts = net._modules  # TorchScript's have no get()
+        if "_orig_mod" not in parts:
             return net if net._compiled_call_impl is None else net._call_impl
-        return None if any([getattr(net, name) for name in OWN_HOOKS]) else inner
+        return None if any([getattr(net, name) for name in OWN_HOOKS]) else parts["_orig_mod"]
 
     def _unused(self, x: Tensor) -> None:
         if not self.allow_unused:

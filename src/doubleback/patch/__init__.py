@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from contextlib import AbstractContextManager
 
 from .faster import ACTIVATION, CONVOLUTION, NORMALISATION
-from .mechanism import LastingBlock, Patcher, PatchReport, supported
+from .mechanism import Patcher, PatchReport, supported
 from .missing import ATTENTION, OTHERS, POOLING, RECURRENT
 
 __all__ = [
@@ -23,7 +23,7 @@ __all__ = [
     "patch",
     "patch_report",
     "patched",
-    "patched_lasting",
+    "patched_as",
     "supported",
     "unpatch",
     "watched",
@@ -62,18 +62,19 @@ def patched(only: Iterable[str] | None = None) -> AbstractContextManager[None]:
     return _patcher.patched(only)
 
 
-LASTING = _patcher.lasting[0]
+LASTING = _patcher.lasting
 """Families that cost nothing between the blocks that want them: second derivatives which PyTorch
 lacks altogether, so that a network which comes to need one in its thousandth step has it."""
 
 
-def patched_lasting() -> AbstractContextManager[None]:
-    """`patched(LASTING)`, in microseconds from the second time on."""
-    return LastingBlock(_patcher)
+def patched_as(seen: frozenset[str]) -> AbstractContextManager[None]:
+    """`patched` for what `watched` saw, in microseconds from the second time on."""
+    return _patcher.patched_as(seen)
 
 
 def watched() -> AbstractContextManager[set[str]]:
-    """The families of operators whose formulas are used inside."""
+    """What of the patch is used inside: families, and operators by themselves whose kernels do not
+    stay when a block ends, since forward passes call them."""
     return _patcher.watched()
 
 

@@ -102,6 +102,8 @@ class Formula:
         is quicker on a CPU because its tensors are small; None where it is not.
     pays: of the operator's arguments, whether `second` is quicker than stock on a CPU, where a
         small tensor's kernels take less time than the Python that calls them; None: always taken.
+    gains: the same where `second` is always taken, since stock is wrong elsewhere (third order):
+        a watch, which asks for second derivatives alone, is not told of what gains nothing.
     """
 
     operator: str
@@ -118,11 +120,17 @@ class Formula:
     kernel: Callable[[Formula, Any, Switch], Callable] | None = None
     steps: Callable[[dict[str, Any]], Any] | None = None
     pays: Callable[..., bool] | None = None
+    gains: Callable[..., bool] | None = None
 
     @property
     def outlives(self) -> bool:
         """Whether its kernels stay when a block ends: those that forward passes call do not."""
         return self.armed_by == "create_graph" and "_backward" in self.operator
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What has to be wanted of it: its family, and by itself what does not outlive a block."""
+        return (self.family,) if self.outlives else (self.family, self.operator)
 
     def overload(self) -> OpOverload | None:
         """The operator of this build of PyTorch, None where it has none."""
@@ -134,9 +142,9 @@ class Formula:
 class Switch:
     """What the kernels of a `Patcher` and the patcher tell one another.
 
-    on: the families that are wanted now; declined: the operators that were not worth it in a row of
-    calls; passed: how many calls went through kernels that are off; clean: removes these;
-    watches: sets that are told which families are used.
+    on: what is wanted now; declined: the operators that were not worth it in a row of calls;
+    passed: how many calls went through kernels that are off; clean: removes these; watches: sets
+    that are told what is used.
     """
 
     def __init__(self, clean: Callable[[], None]) -> None:
@@ -146,10 +154,10 @@ class Switch:
         self.clean = clean
         self.watches: list[set[str]] = []
 
-    def note(self, family: str) -> None:
+    def note(self, formula: Formula) -> None:
         """To be called where a formula takes the place of PyTorch's own."""
         for seen in self.watches:
-            seen.add(family)
+            seen.update(formula.names)
 
     def is_off(self, family: str) -> bool:
         if family in self.on:
@@ -319,7 +327,8 @@ def derivative_kernel(formula: Formula, stock: Any, switch: Switch) -> Callable:
             return call_stock(keyset, *args, **kwargs)
         if not accepts(arguments):
             return call_stock(keyset, *args, **kwargs)
-        switch.note(family)
+        if dual or formula.gains is None or not args[0].is_cpu or formula.gains(*args):
+            switch.note(formula)
         if dual:
             return formula.composite(arguments)  # type: ignore[misc]
         for i in site.derived:
@@ -386,46 +395,6 @@ def version_check(version: str) -> None:
         )
 
 
-class LastingBlock:
-    """`with patched(lasting families):`, quick where their kernels are registered already: they are
-    but switched on and off."""
-
-    def __init__(self, patcher: Patcher) -> None:
-        self.patcher = patcher
-
-    def __enter__(self) -> None:
-        patcher = self.patcher
-        version_check(torch.__version__)
-        try:
-            with patcher.lock:
-                families, places = patcher.lasting
-                patcher.blocks[self] = families
-                if places <= patcher.libraries.keys():
-                    patcher.switch.on.update(families)
-                    patcher.switch.passed = 0
-                else:
-                    patcher.arm("create_graph")
-        except BaseException:  # Ctrl-C
-            patcher.leave(self)
-            raise
-
-    def __exit__(self, *raised: object) -> None:
-        try:
-            self._leave()
-        except BaseException:
-            self.patcher.leave(self)
-            raise
-
-    def _leave(self) -> None:
-        patcher = self.patcher
-        with patcher.lock:
-            if patcher.hooks:
-                patcher.leave(self)
-            else:
-                patcher.blocks.pop(self, None)
-                patcher.switch.on.intersection_update(patcher.wanted())
-
-
 class Patcher:
     """Which families are wanted by whom, and what is registered for them."""
 
@@ -446,8 +415,9 @@ class Patcher:
     # ------------------------------------------------------------------------ who wants what
 
     def choose(self, only: Iterable[str] | None) -> set[str]:
+        """All that has to be wanted of these families."""
         if only is None:
-            return set(self.families)
+            only = self.families
         names = {only} if isinstance(only, str) else set(only)
         for name in sorted(names - set(self.families)):
             near = difflib.get_close_matches(name, self.families, 1)
@@ -456,7 +426,8 @@ class Patcher:
                 f"db.patch(only=…): no family of operators is called {name!r}; {hint}"
                 f"there are {', '.join(self.families)}"
             )
-        return names
+        formulas = self.formulas.values()
+        return {name for f in formulas if f.family in names for name in f.names}
 
     def patch(self, only: Iterable[str] | None) -> None:
         version_check(torch.__version__)
@@ -487,25 +458,63 @@ class Patcher:
                 self.leave(block)
                 raise
 
+    @contextmanager
+    def patched_as(self, seen: frozenset[str]) -> Iterator[None]:
+        """`patched` for what a watch has seen: quick where all of it is registered already and is
+        but switched on and off."""
+        version_check(torch.__version__)
+        block = object()
+        try:
+            with self.lock:
+                self.blocks[block] = seen
+                self.rest()
+                places = self.places(seen)
+                if places <= self.libraries.keys() or all(
+                    [place in self.libraries or self.rests(*place) for place in places]
+                ):
+                    self.switch.on.update(seen)
+                    self.switch.passed = 0
+                else:
+                    self.arm("create_graph")
+            yield
+        finally:
+            try:
+                with self.lock:
+                    if not self.hooks:  # nothing was registered for the block
+                        self.blocks.pop(block, None)
+                        self.switch.on.intersection_update(self.wanted())
+                    else:
+                        self.leave(block)
+            except BaseException:
+                self.leave(block)
+                raise
+
     @functools.cached_property
-    def lasting(self) -> tuple[frozenset[str], frozenset[tuple[str, str]]]:
-        """(families whose kernels all stay registered when a block ends, and wait for nothing but
-        the next block; the operators and keys that they are registered for)."""
-        families, formulas = set(self.families), self.formulas.values()
-        for formula in formulas:
+    def lasting(self) -> frozenset[str]:
+        """Families whose kernels all stay registered when a block ends, and wait for nothing but
+        the next block."""
+        families = set(self.families)
+        for formula in self.formulas.values():
             if not formula.outlives or formula.pays or formula.armed_by != "create_graph":
                 families.discard(formula.family)
-        places = {
+        return frozenset(families)
+
+    @functools.lru_cache(maxsize=64)  # noqa: B019  there is one patcher
+    def places(self, names: frozenset[str]) -> frozenset[tuple[str, str]]:
+        """The operators and keys that these names are registered for."""
+        return frozenset(
             (formula.operator, key)
-            for formula in formulas
-            if formula.family in families and formula.overload() is not None
+            for formula in self.formulas.values()
+            if names.issuperset(formula.names) and formula.overload() is not None
             for key in formula.keys
-        }
-        return frozenset(families), frozenset(places)
+        )
+
+    def rests(self, name: str, key: str) -> bool:
+        return key == KEYS[0] and name in self.resting
 
     @contextmanager
     def watched(self) -> Iterator[set[str]]:
-        """The families whose formulas are used inside, by any thread."""
+        """What is used inside, by any thread."""
         watches, seen = self.switch.watches, set()
         watches.append(seen)
         try:
@@ -537,9 +546,9 @@ class Patcher:
         if wanted and not self.hooks:
             self.hook()
         for name, formula in self.formulas.items():
-            due = formula.family in wanted and formula.armed_by in self.armed
+            due = wanted.issuperset(formula.names) and formula.armed_by in self.armed
             for key in formula.keys:
-                here, rests = (name, key) in self.libraries, key == KEYS[0] and name in self.resting
+                here, rests = (name, key) in self.libraries, self.rests(name, key)
                 if due and not here and not rests:
                     self.register(formula, key)
                 elif here and (rests or not (due or (outlive and formula.outlives))):
@@ -570,7 +579,7 @@ class Patcher:
                     self.resting.pop(name, None)
                 while self.switch.declined:
                     self.resting[self.switch.declined.pop()] = self.passes + REST
-                self.settle()
+                self.settle(outlive=True)
 
     def arm(self, *events: str) -> None:
         with self.lock:

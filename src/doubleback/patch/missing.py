@@ -296,7 +296,7 @@ def kernel(formula: Formula, stock: Any, switch: Switch) -> Callable:
         if not off and torch.is_grad_enabled() and any_requires_grad(*args, **kwargs):
             a = site.arguments(args, kwargs)
             if _accepts_recurrent(a):
-                switch.note(formula.family)
+                switch.note(formula)
                 tensors = [a[name] for name in _NAMES]
                 flat = apply(site, keyset, a, args, kwargs, *tensors, *a["weight"])
                 return (*flat[:3], list(flat[3:]))

@@ -392,6 +392,8 @@ class CrossEntropy(Loss):
         wide = lifted(out)
         try:
             hot = torch.zeros_like(wide).scatter_(1, y.unsqueeze(1), -1.0)
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError:  # labels beyond the classes: to be ignored, or wrong
             self.ignored = True
             return None
