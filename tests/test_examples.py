@@ -248,6 +248,8 @@ def test_robustness_is_drawn_from_the_numbers_of_several_runs(tmp_path, capsys, 
     record = json.loads((tmp_path / "robustness.json").read_text())
     assert len(record["rows"]) == len(example.methods()) and record["settings"]["seeds"] == [3, 4]
     assert [len(record["numbers"][m.name]) for m in example.methods()] == [2] * 7
+    told = [claim for claim in record["claims"] if "certified radius" in claim["text"]]
+    assert [claim["seen"] for claim in told] == [False]  # no network was trained
     assert (tmp_path / "robustness.png").stat().st_size > 1000
     second = json.loads(Path(files[1]).read_text())
     Path(files[1]).write_text(json.dumps({**second, "weights": {"spectral norm": 0.7}}))

@@ -375,7 +375,7 @@ def report(
     exact, one, residual = (found[kind].nats for kind in KINDS)
     made.claim(
         abs(one - exact) < 0.05,
-        "training by one projection costs half the sweeps and reaches the same likelihood: "
+        "training by one direction in place of two reaches the same likelihood: "
         f"{one:.3f} nats against {exact:.3f} by the exact trace, {entropy:.3f} for the truth",
         f"training by one projection does not reach the likelihood of the exact trace: {one:.3f} "
         f"nats against {exact:.3f}",

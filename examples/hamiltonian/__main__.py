@@ -236,9 +236,10 @@ def report(found: dict[str, dict], seed: int) -> common.Report:
     )
     for system, kinds in found.items():
         plain, ours = (statistics.fmean(r.energy for r in kinds[k]) for k in kinds)
+        fall = float(f"{plain / ours:.2g}")
         made.claim(
             ours < plain,
-            f"{system}: the squared deviation of the energy is {plain / ours:.0f} times smaller "
+            f"{system}: the squared deviation of the energy is {fall:,.0f} times smaller "
             f"({plain:.1e} → {ours:.1e}; Greydanus et al., other units and noise: "
             f"{LITERATURE[system]})",
             f"{system}: the energy is not conserved better ({plain:.1e} → {ours:.1e})",

@@ -611,6 +611,7 @@ def report(kept: Kept) -> common.Report:
         f"no penalty reaches adversarial training on the attack that it trains for "
         f"({best:+.1f} against {trained:+.1f} points)",
     )
+    _tell_certificates(made, found)
     if raced is not None:
         _tell_race(made, [raced], middle)
     chosen = {
@@ -638,6 +639,26 @@ def report(kept: Kept) -> common.Report:
     if "note" in kept.held:  # what whoever put files together has to say of them
         made.notes.append(kept.held["note"])
     return made
+
+
+def _tell_certificates(made: common.Report, found: dict[str, list[Found]]) -> None:
+    """Whether what raises accuracy under attack raises what can be certified, too."""
+    radii = {
+        method.name: statistics.fmean(local)
+        for method in methods()
+        if method.name == "plain" or method.penalty is not None
+        if (local := [r.local for r in found[method.name] if r.local is not None])
+    }
+    plain = radii.pop("plain", None)
+    if plain is None or not radii:  # files of before there were local bounds
+        return
+    told = ", ".join([f"plain {plain:.3f}", *(f"{name} {r:.3f}" for name, r in radii.items())])
+    made.claim(
+        min(radii.values()) > plain,
+        f"the certified radius grows, too, with every penalty: {told}",
+        f"the certified radius does not grow with every penalty: {told}; the slope at an image is "
+        "low, but what bounds its change nearby are the norms of the layers",
+    )
 
 
 def race_report(kept: Kept) -> common.Report:

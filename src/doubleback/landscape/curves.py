@@ -771,7 +771,7 @@ class Verdict:
     alone: the same for the worst single example; leaky: `share` of the same path with leaky ReLUs
     of slope 0.1 and the weights as they are (None: not asked for, or no ReLU); enough: a batch size
     at which share falls below 1 % if the highest jump of one example stays what it is here, so
-    that the mean's falls like 1/M.
+    that the mean's falls like 1/M, and the size of the mean's curve does.
     """
 
     path: str
@@ -812,7 +812,8 @@ class Verdict:
             word = "visible" if self.share <= LARGE else "strong"
             text += (
                 f"At batch size {self.examples} the jumps are {word}; a batch of about "
-                f"{self.enough} would bring them below 1 % if no example jumps higher than these. "
+                f"{self.enough} would bring them below 1 % if no example jumps higher than these "
+                "and the mean's curve is of the same size. "
             )
             if self.leaky is not None:
                 text += (
