@@ -213,7 +213,7 @@ class Resources(HTMLParser):
         values = dict(attrs)
         if tag in ("img", "script", "link", "iframe"):
             self.loaded.append(values.get("src") or values.get("href"))
-        if tag not in ("img", "meta"):
+        if tag not in ("img", "link", "meta"):  # which have no end
             self.open.append(tag)
 
     def handle_endtag(self, tag):
@@ -225,6 +225,7 @@ def test_the_page_is_self_contained_and_says_sixty_seven(folder):
     page = Resources()
     page.feed(text)
     assert not page.open
+    assert page.loaded.pop(0) == "data:,"  # no icon, so that no browser asks for one
     assert page.loaded and all(src.startswith("data:image/png;base64,") for src in page.loaded)
     assert "67, not the 61 that the paper states" in text
     assert 'href="https://arxiv.org/abs/1906.06637"' in text
