@@ -34,6 +34,8 @@ MODULES = [
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_examples_run(page, tmp_path, monkeypatch):
+    if page.stem == "pytorch-errors" and not torch.__version__.startswith("2.13"):
+        pytest.skip("speaks of torch 2.13")
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
     text = page.read_text(encoding="utf-8")
