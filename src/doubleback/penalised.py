@@ -173,6 +173,10 @@ class Penalised(CapturedModule):
     def _leavable(self) -> bool:
         return not self.cuda_graph
 
+    @property
+    def _asked(self) -> Penalty:
+        return self.penalty
+
     def _pulls(self, site: Site) -> int | None:
         return self.penalty.pulls(site.shape)
 
@@ -790,7 +794,14 @@ class WithGradient(CapturedModule):
             debug=debug, flatten_after=flatten_after, recompute=recompute, sweeps=sweeps,
         )  # fmt: skip
         self.v = v
-        self._seed = _seed(v)
+
+    @property
+    def v(self) -> Cotangent | Sequence[Cotangent]:
+        return self._v
+
+    @v.setter
+    def v(self, v: Cotangent | Sequence[Cotangent]) -> None:
+        self._v, self._seed = v, _seed(v)
 
     if TYPE_CHECKING:  # nn.Module's own says Any
 
@@ -804,6 +815,10 @@ class WithGradient(CapturedModule):
     def _leavable(self) -> bool:
         """Autograd takes several rows one after another, the sweeps together."""
         return not isinstance(self._seed, _SeveralSeeds)
+
+    @property
+    def _asked(self) -> Penalty:
+        return self._seed
 
     def extra_repr(self) -> str:
         return f"wrt={self.wrt!r}, v={self.v!r}, compile={self.compile_mode!r}"

@@ -21,13 +21,14 @@ from .dynamo import (
     trackers_off,
     turn,
 )
-from .lifting import mark, part_layers, stop_gradient
+from .lifting import assigns_data, mark, part_layers, stop_gradient
 
 __all__ = [
     "PATIENCE",
     "Arguments",
     "Surroundings",
     "accept_plain_keys",
+    "assigns_data",
     "capture_of",
     "choose_output",
     "find_graph",

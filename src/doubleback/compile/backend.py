@@ -34,7 +34,7 @@ from ..errors import CaptureError, InputError, StaleGraphError, let_through, war
 from ..kernels import batched
 from ..patch import patched, supported
 from ..run import no_autocast, quiet, sound
-from .region import Pieces, RegionCode, depends_on, look, many, writes_to_numbers
+from .region import Pieces, RegionCode, depends_on, look, lost_write, many
 from .tracing import Stages
 
 NAME = "doubleback"
@@ -70,12 +70,12 @@ def backend(
         _close_to_dynamo()
         return CompiledRegion(module, inputs, compile_first, inductor, refusal).enter
 
-    lossy = writes_to_numbers(module)
+    lost = lost_write(module)
     if not _is_trained(inputs) or not all(plain(t) for t in inputs if isinstance(t, Tensor)):
-        return RegionCode(module).eager if lossy else compile_first(module, inputs)
+        return RegionCode(module).eager if lost else compile_first(module, inputs)
     try:
-        if lossy:
-            raise CaptureError("it writes to a tensor of one float64 without axes, on the CPU")
+        if lost:
+            raise CaptureError(lost)
         with _plainly():
             pieces = Pieces(module)
     except CaptureError as error:

@@ -36,7 +36,7 @@ from .._torch import (
     peek_interpreter_stack,
     pytree,
 )
-from ..capture import Surroundings, forget, guard_identity, plain, turn
+from ..capture import Surroundings, assigns_data, forget, guard_identity, plain, turn
 from ..errors import (
     CaptureError,
     InputError,
@@ -272,6 +272,8 @@ class Compiled:
                     f"it meets a {type(strange[0]).__name__} of layout {strange[0].layout} "
                     "(distributed, sparse or quantised), which cannot be traced"
                 )
+            if assigns_data(module):
+                raise CaptureError("it assigns to a tensor's .data")
             with _patch(), quiet():
                 step = trace_whole(module, given, self.compiler, self.scaler is not None, _check)
         except InputError as error:
