@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd import graph as autograd_graph
 
 from ._torch import peek_interpreter_stack, pytree
-from .capture import Arguments, choose_output, place_of, requires_grad
+from .capture import Arguments, choose_output, is_sharded, place_of, requires_grad
 from .captured import CapturedModule, Site, Way, as_written, derivatives
 from .errors import InputError, warn
 from .explain import Explanation, explain
@@ -323,7 +323,7 @@ class Penalised(CapturedModule):
     ) -> tuple[Any, Tensor, Tensor]:
         if not isinstance(weight, (int, float)):
             raise InputError(f"weight must be a number, not {type(weight).__name__}")
-        if any(base.__name__ == "FSDPModule" for base in type(self).__mro__):
+        if is_sharded(type(self)):
             raise InputError(
                 "accumulate of a model that fully_shard has wrapped, whose parameters are whole "
                 "inside its forward alone; call model(x, …) and backward()"

@@ -441,7 +441,7 @@ def test_another_cotangent_and_another_penalty(sweeps):
         found, wanted = model(x)[1], db.WithGradient(net, v=v, sweeps=False)(x)[1]
         assert_close(found, wanted, f"call {i}")
     model = db.Penalised(net, db.OutputGradient(0), sweeps=sweeps)
-    for i in range(3):
+    for _ in range(3):
         model(x)
     model.penalty = db.SpectralNorm(iterations=1)
     fresh = db.Penalised(net, db.SpectralNorm(iterations=1), sweeps=sweeps)
