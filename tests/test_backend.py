@@ -229,6 +229,24 @@ def test_frozen_weights(frozen):
     against_eager(net)
 
 
+def test_weights_frozen_during_the_call_alone():
+    """Their gradient is none, whatever they ask for when the region is differentiated."""
+    net = mlp()
+    reference, fast = copy.deepcopy(net), compiled(net)
+    for _ in range(4):
+        x = torch.randn(6, 4, requires_grad=True)
+        found = []
+        for each, called in ((reference, reference), (net, fast)):
+            each.zero_grad()
+            each[2].requires_grad_(False)
+            out = called(x)
+            each[2].requires_grad_(True)
+            (slope,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+            slope.square().sum().backward(inputs=list(each.parameters()))
+            found.append([p.grad for p in each.parameters()])
+        assert_same(found[1], found[0])
+
+
 def test_tied_weights():
     net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh())
     net[2].weight = net[0].weight
@@ -303,6 +321,35 @@ def test_hooks_that_come_and_go(kind):
             hook = net[1].register_forward_hook(lambda *call: 2 * call[-1])
         elif step == 2:
             hook.remove()
+        x = torch.randn(6, 4, requires_grad=True)
+        wanted = penalty(net, x, trained(net))
+        assert_same(penalty(fast, x, trained(net)), wanted)
+
+
+@pytest.mark.filterwarnings("ignore:Using `torch.compile.module.` when there are global:UserWarning")
+@pytest.mark.parametrize("kind", ["forward hook", "pre hook", "method"])
+def test_what_holds_for_all_modules_of_a_class(kind, monkeypatch):
+    """Hooks of every module, and a method that is replaced on a class."""
+
+    class Activation(nn.Module):
+        def forward(self, x):
+            return x.tanh()
+
+    def doubled(module, args, *out):
+        if isinstance(module, Activation):
+            return 2 * out[0] if out else (2 * args[0],)
+
+    net = nn.Sequential(nn.Linear(4, 6), Activation(), nn.Linear(6, 2))
+    fast, handle = compiled(net), None
+    for step in range(6):
+        if step == 2 and kind == "method":
+            monkeypatch.setattr(Activation, "forward", lambda self, x: x.sin())
+        elif step == 2 and kind == "forward hook":
+            handle = nn.modules.module.register_module_forward_hook(doubled)
+        elif step == 2:
+            handle = nn.modules.module.register_module_forward_pre_hook(doubled)
+        elif step == 4 and handle is not None:
+            handle.remove()
         x = torch.randn(6, 4, requires_grad=True)
         wanted = penalty(net, x, trained(net))
         assert_same(penalty(fast, x, trained(net)), wanted)
@@ -1009,6 +1056,23 @@ from torch._dynamo.backends import registry
 assert registry.lookup_backend("doubleback") is sys.modules["doubleback.compile"].backend
 assert callable(doubleback.compile) and "doubleback" in torch._dynamo.list_backends()
 """
+BY_ENUM = """
+import enum, torch
+from torch import nn
+import doubleback
+class Kind(enum.Enum):
+    ONE = 1
+    TWO = 2
+TABLE = {Kind.ONE: 1.0, Kind.TWO: 2.0}
+class Scaled(nn.Module):
+    def forward(self, x):
+        return TABLE[self.kind] * x
+net = Scaled()
+fast = torch.compile(net, backend="doubleback", options={"compiler": "eager"})
+for net.kind in (Kind.ONE, Kind.TWO, Kind.ONE):
+    x = torch.ones(3, requires_grad=True)
+    assert fast(x).sum() == 3 * net.kind.value, net.kind
+"""
 BY_ENTRY_POINT = """
 import importlib.metadata, torch
 from torch._dynamo.backends import registry
@@ -1020,6 +1084,11 @@ assert registry.lookup_backend("doubleback").__name__ == "backend"
 
 def test_it_is_known_by_name_and_by_entry_point():
     run_fresh(BY_NAME, BY_ENTRY_POINT)
+
+
+def test_its_guards_are_there_from_the_first_function_on():
+    """An Enum that a dictionary is looked up with, before anything else of the library ran."""
+    run_fresh(BY_ENUM)
 
 
 def test_the_entry_point_is_there():

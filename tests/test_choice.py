@@ -645,3 +645,34 @@ def test_bad_input_is_told_alike_on_the_short_way():
             other(x.long())
         with pytest.raises(db.LabelError):
             model(x, y + 7)
+
+
+def test_statistics_that_another_call_writes():
+    """Batch norm's, between a call on autograd and its backward pass, which reads none of them:
+    another size runs by sweeps first, and so does a call without gradients."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3)).double()
+    twin = copy.deepcopy(net)
+    model = db.Penalised(net, db.OutputGradient(0))
+    for rows in (4, 4, 8, 16):
+        x, more = torch.randn(2, rows, 4).double()
+        found, other = model(x), model(more.repeat(2, 1))
+        with torch.no_grad():
+            model(more)
+        leaves = [t.clone().requires_grad_() for t in (x, more.repeat(2, 1), more)]
+        outs = [twin(t) for t in leaves]
+        for net_, total in (
+            (net, sum(out.square().sum() + p for out, p in (found, other))),
+            (twin, sum(_penalised(out, t) for out, t in zip(outs[:2], leaves, strict=False))),
+        ):
+            net_.zero_grad()
+            total.backward()
+        for (name, t), u in zip(net.named_parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(t.grad, u.grad, rtol=1e-10, atol=1e-12, msg=name)
+        for t, u in zip(net.buffers(), twin.buffers(), strict=True):
+            torch.testing.assert_close(t, u)
+
+
+def _penalised(out, leaf):
+    (slope,) = torch.autograd.grad(out[:, 0].sum(), leaf, create_graph=True)
+    return out.square().sum() + slope.square().sum(1).mean()

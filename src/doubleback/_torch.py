@@ -184,6 +184,18 @@ NAMES: dict[str, tuple[str, str]] = {
         "torch._dynamo.guards:GuardBuilder",
         "guards that are added: two names, one object; a module without hooks",
     ),
+    "RandomVariable": (
+        "torch._dynamo.variables.misc:RandomVariable",
+        "Dynamo's idea of a generator of Python's, whose draws it would keep",
+    ),
+    "TensorifyScalarRestartAnalysis": (
+        "torch._dynamo.exc:TensorifyScalarRestartAnalysis",
+        "the one way for a backend to have Dynamo read a function again",
+    ),
+    "GlobalStateSource": (
+        "torch._dynamo.source:GlobalStateSource",
+        "where a guard belongs that is about no single variable",
+    ),
     "LazyVariableTracker": (
         "torch._dynamo.variables.lazy:LazyVariableTracker",
         "what a dictionary may be looked up with although Dynamo has not looked at it",
@@ -362,6 +374,10 @@ NAMES: dict[str, tuple[str, str]] = {
     # ------------------------------------------------------------------ kernels and memory
     "foreach_add_": ("torch:_foreach_add_", "adds all gradients in a few kernels"),
     "foreach_copy_": ("torch:_foreach_copy_", "writes all buffers in a few kernels"),
+    "preserve_version_counter": (
+        "torch.autograd.grad_mode:_unsafe_preserve_version_counter",
+        "batch norm writes its statistics so that no graph of before is stale",
+    ),
     "foreach_mul": ("torch:_foreach_mul", "copies many tensors in a few kernels"),
     "cuda_release_pool": (
         "torch._C:_cuda_releasePool",

@@ -311,6 +311,11 @@ class CapturedModule(nn.Module):
     def _leavable(self) -> bool:
         """Whether autograd can do what the sweeps are to do."""
 
+    @property
+    @abstractmethod
+    def _asked(self) -> Any:
+        """What is asked of the network's derivative, which may be another from call to call."""
+
     @cached_property
     def _partly_compiled(self) -> bool:
         """Whether parts of the network, but not the whole, are what torch.compile made of them."""
@@ -333,7 +338,7 @@ class CapturedModule(nn.Module):
             for t in call.leaves
             if isinstance(t, Tensor)
         ]
-        return self.net.training, torch.is_grad_enabled(), *sizes
+        return self._asked, self.net.training, torch.is_grad_enabled(), *sizes
 
     def _choose(self, site: Site) -> None:
         size = self._size(site.call)
@@ -361,7 +366,7 @@ class CapturedModule(nn.Module):
             looks, used = self._used.get(self._setting(), (0, LASTING))
             way = used if looks == LOOKS else way
         plain = not kwargs and self.wrt == 0 and self.output is None
-        quick = (way in ("bare", "math") or isinstance(way, frozenset)) and self._shortens()
+        quick = way in ("bare", "math") or isinstance(way, frozenset)
         if not (quick and plain and all(type(t) is Tensor for t in args)):
             return
         if not any(map(is_compiled, list(self.net.modules())[1:])):
@@ -383,7 +388,7 @@ class CapturedModule(nn.Module):
                 return None
         way = self._short.get(self._shape_of(args))
         unsure = way is None or counting() or hooked() or peek_interpreter_stack() is not None
-        if unsure or self._written() is None:
+        if unsure or not self._shortens() or self._written() is None:
             return None
         if isinstance(way, frozenset):
             resting = self._rests() or capture_of(self.net, self.output).resting

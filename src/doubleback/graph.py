@@ -175,6 +175,14 @@ class Graph:
         return {symbol for size in leaves(trees, Size) for symbol in size.expr.free_symbols}
 
     @cached_property
+    def unnoticed(self) -> tuple[int, ...]:
+        """Places of inputs that batch norm writes to, which autograd does not count as a change: a
+        graph that was made before stays good, as its backward pass reads none of them."""
+        norms = [node for node in self.nodes if "_native_batch_norm_legit" in str(node.op)]
+        made = {value for node in norms for value in node.outputs}
+        return tuple(place for place, value in self.mutations.items() if value in made)
+
+    @cached_property
     def deciding(self) -> tuple[Node, ...]:
         """The nodes on which open sizes depend, in order: they run once before all else."""
         wanted = {where[0].index for where in self.symbols.values() if isinstance(where[0], Ref)}

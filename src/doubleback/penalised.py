@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd import graph as autograd_graph
 
 from ._torch import peek_interpreter_stack, pytree
-from .capture import Arguments, choose_output, place_of, requires_grad
+from .capture import Arguments, choose_output, is_sharded, place_of, requires_grad
 from .captured import CapturedModule, Site, Way, as_written, derivatives
 from .errors import InputError, warn
 from .explain import Explanation, explain
@@ -173,6 +173,10 @@ class Penalised(CapturedModule):
     def _leavable(self) -> bool:
         return not self.cuda_graph
 
+    @property
+    def _asked(self) -> Penalty:
+        return self.penalty
+
     def _pulls(self, site: Site) -> int | None:
         return self.penalty.pulls(site.shape)
 
@@ -319,7 +323,7 @@ class Penalised(CapturedModule):
     ) -> tuple[Any, Tensor, Tensor]:
         if not isinstance(weight, (int, float)):
             raise InputError(f"weight must be a number, not {type(weight).__name__}")
-        if any(base.__name__ == "FSDPModule" for base in type(self).__mro__):
+        if is_sharded(type(self)):
             raise InputError(
                 "accumulate of a model that fully_shard has wrapped, whose parameters are whole "
                 "inside its forward alone; call model(x, …) and backward()"
@@ -790,7 +794,14 @@ class WithGradient(CapturedModule):
             debug=debug, flatten_after=flatten_after, recompute=recompute, sweeps=sweeps,
         )  # fmt: skip
         self.v = v
-        self._seed = _seed(v)
+
+    @property
+    def v(self) -> Cotangent | Sequence[Cotangent]:
+        return self._v
+
+    @v.setter
+    def v(self, v: Cotangent | Sequence[Cotangent]) -> None:
+        self._v, self._seed = v, _seed(v)
 
     if TYPE_CHECKING:  # nn.Module's own says Any
 
@@ -804,6 +815,10 @@ class WithGradient(CapturedModule):
     def _leavable(self) -> bool:
         """Autograd takes several rows one after another, the sweeps together."""
         return not isinstance(self._seed, _SeveralSeeds)
+
+    @property
+    def _asked(self) -> Penalty:
+        return self._seed
 
     def extra_repr(self) -> str:
         return f"wrt={self.wrt!r}, v={self.v!r}, compile={self.compile_mode!r}"

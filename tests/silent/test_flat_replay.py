@@ -410,6 +410,49 @@ def test_numbers_of_a_penalty(name, how):
         change(1.0)
 
 
+@pytest.mark.parametrize("sweeps", [True, False])
+def test_what_a_jacobian_is_of(sweeps):
+    """`of` may be another from call to call; so may the space."""
+    penalty = db.Jacobian()
+    net = network()
+    model = db.Penalised(net, penalty, sweeps=sweeps)
+    for i, of in enumerate(("output", "softmax", "softmax", "output", "softmax")):
+        penalty.of = of
+        penalty.norm = db.SquaredNorm(spaces.Weighted(torch.full((5,), 1.0 + i).double()))
+        fresh = db.Penalised(net, db.Jacobian(of=of, space=penalty.norm.space), sweeps=False)
+        x = numbers(i, 4, 5)
+        found, wanted = model(x)[1], fresh(x)[1]
+        assert_close(found, wanted, f"step {i}")
+        pairs = [torch.autograd.grad(p, list(net.parameters())[:3]) for p in (found, wanted)]
+        for mine, other in zip(*pairs, strict=True):
+            assert_close(mine, other, f"step {i}, a gradient")
+
+
+@pytest.mark.choice
+@pytest.mark.parametrize("sweeps", [None, True])
+def test_another_cotangent_and_another_penalty(sweeps):
+    """Of a model that has run before, on autograd or by sweeps."""
+    net = network()
+    model = db.WithGradient(net, sweeps=sweeps)
+    rows = lambda out: torch.stack([out, 2 * out])  # noqa: E731
+    for i, v in enumerate(("sum", "sum", 0, rows, [0, 1], torch.sin, "sum")):
+        model.v = v
+        x = numbers(i, 4, 5)
+        found, wanted = model(x)[1], db.WithGradient(net, v=v, sweeps=False)(x)[1]
+        assert_close(found, wanted, f"call {i}")
+    model = db.Penalised(net, db.OutputGradient(0), sweeps=sweeps)
+    for _ in range(3):
+        model(x)
+    model.penalty = db.SpectralNorm(iterations=1)
+    fresh = db.Penalised(net, db.SpectralNorm(iterations=1), sweeps=sweeps)
+    for i in range(3):
+        told = []
+        for each in (model, fresh):
+            torch.manual_seed(i)
+            told.append(each(x)[1])
+        assert_close(*told, f"call {i} of a penalty that goes on from the last call")
+
+
 def test_the_weight_of_the_penalty():
     """`accumulate(weight=…)` may change at every step, and may be 0."""
     net = network()

@@ -3,11 +3,16 @@ the renormalisation of an embedding's rows."""
 
 from __future__ import annotations
 
+import copy
+import functools
+import warnings
+
 import pytest
 import torch
 from torch import nn
 
-from support.stock import numbers, pair, same_training
+import doubleback as db
+from support.stock import assert_close, assert_same_state, numbers, pair, same_training
 
 
 class Written(nn.Module):
@@ -61,6 +66,16 @@ class Copied(Written):
             h.copy_(h.round(decimals=1))
 
 
+class CutInPlace(Written):
+    """`detach_` makes a constant of what was a function of the input."""
+
+    def forward(self, x):
+        h = self.first(x)
+        g = h.clone()
+        g.detach_()
+        return self.last(h * g)
+
+
 class InputItself(Written):
     """A view of the input's copy, written to while no gradient is recorded."""
 
@@ -79,7 +94,7 @@ class Recorded(Written):
         h.clamp_(-0.5, 0.5)
 
 
-WRITTEN = (Clamped, Detached, Data, Rows, Masked, Copied, InputItself, Recorded)
+WRITTEN = (Clamped, Detached, Data, Rows, Masked, Copied, CutInPlace, InputItself, Recorded)
 
 
 @pytest.mark.parametrize("how", ["backward", "accumulate"])
@@ -132,12 +147,70 @@ class Statistics(Written):
         return self.last(torch.tanh(h - self.mean))
 
 
+class AssignedStatistics(Statistics):
+    """The same by an assignment to `.data`."""
+
+    def forward(self, x):
+        h = self.first(x)
+        self.mean.data = 0.9 * self.mean + 0.1 * h.detach().mean(0)
+        return self.last(torch.tanh(h - self.mean))
+
+
+class AssignedBehind(Statistics):
+    """Read first, then assigned to."""
+
+    def forward(self, x):
+        h = self.first(x) - self.mean
+        self.mean.data = (0.9 * self.mean + 0.1 * h.mean(0)).detach()
+        return self.last(torch.tanh(h))
+
+
+class AssignedWeights(Written):
+    def forward(self, x):
+        self.first.weight.data = self.first.weight.data.clamp(-0.2, 0.2)
+        return self.last(torch.tanh(self.first(x)))
+
+
+ASSIGNED = (AssignedStatistics, AssignedBehind, AssignedWeights)
+
+
 @pytest.mark.parametrize("how", ["backward", "accumulate"])
-@pytest.mark.parametrize("kind", [Weights, Statistics])
+@pytest.mark.parametrize("kind", [Weights, Statistics, *ASSIGNED])
 def test_state_is_written_to(kind, how):
     torch.manual_seed(1)
     model, twin = pair(kind())
     same_training(model, twin, how=how)
+
+
+@pytest.mark.parametrize("how", ["compile", "backend"])
+@pytest.mark.parametrize("kind", ASSIGNED)
+def test_data_is_assigned_in_compiled_code(kind, how):
+    torch.manual_seed(1)
+    net = kind().double()
+    twin = copy.deepcopy(net)
+
+    def loss(run, x):
+        leaf = x.detach().requires_grad_()
+        out = run(leaf)
+        (slope,) = torch.autograd.grad(out.sum(), leaf, create_graph=True)
+        return out.square().mean() + slope.square().sum()
+
+    if how == "compile":
+        step = db.compile(lambda x: loss(net, x), compiler="eager")
+    else:
+        compiled = torch.compile(net, backend="doubleback", options={"compiler": "eager"})
+        step = functools.partial(loss, compiled)
+    for i in range(4):
+        net.zero_grad(), twin.zero_grad()
+        x = numbers(i, 4, 5)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", db.CaptureWarning)
+            found = step(x)
+            found.backward()
+        wanted = loss(twin, x)
+        wanted.backward()
+        assert_close(found, wanted, f"step {i}, loss")
+        assert_same_state(net, twin, f"step {i}")
 
 
 class Embedded(nn.Module):

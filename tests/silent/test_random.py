@@ -3,6 +3,8 @@ used for every derivative of the same call, and drawn once."""
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -233,3 +235,20 @@ def test_a_generator_of_its_own(how):
     model.net.source = torch.Generator().manual_seed(5)
     twin.source = torch.Generator().manual_seed(5)
     same_training(model, twin, how=how, effects=lambda net: net.source.get_state().sum().item())
+
+
+class PythonsGenerator(OwnGenerator):
+    """A `random.Random`, whose numbers TorchDynamo would take for constants."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = random.Random(3)
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.first(x)) * self.generator.random())
+
+
+@pytest.mark.parametrize("how", ["backward", "accumulate"])
+def test_a_generator_of_python_s(how):
+    model, twin = pair(PythonsGenerator())
+    same_training(model, twin, how=how)

@@ -4,6 +4,7 @@ from .arguments import (
     Arguments,
     accept_plain_keys,
     choose_output,
+    is_sharded,
     only_one,
     place_of,
     plain,
@@ -16,24 +17,25 @@ from .dynamo import (
     capture_of,
     find_graph,
     forget,
-    guard_identity,
     hooked,
+    teach,
     trackers_off,
     turn,
 )
-from .lifting import mark, part_layers, stop_gradient
+from .lifting import assigns_data, mark, part_layers, stop_gradient
 
 __all__ = [
     "PATIENCE",
     "Arguments",
     "Surroundings",
     "accept_plain_keys",
+    "assigns_data",
     "capture_of",
     "choose_output",
     "find_graph",
     "forget",
-    "guard_identity",
     "hooked",
+    "is_sharded",
     "mark",
     "only_one",
     "part_layers",
@@ -42,6 +44,7 @@ __all__ = [
     "requires_grad",
     "stop_gradient",
     "take_apart",
+    "teach",
     "trackers_off",
     "turn",
 ]

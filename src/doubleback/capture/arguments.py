@@ -295,6 +295,8 @@ def _check_devices(net: nn.Module, x: Sequence[Tensor]) -> None:
         state = next(net.buffers(), None)
     if state is not None:
         refuse_distributed((state,))
+    if is_sharded(type(net)):  # whose parameters a call of its own may have left whole
+        raise InputError(f"the network is sharded; {_WRAP}")
     if state is not None and is_lazy(state):
         raise InputError("a lazy module of the network has no shapes yet; call net(x) once before")
     for t in x:
@@ -377,10 +379,18 @@ def refuse_distributed(tensors: Iterable[Tensor]) -> None:
     for t in tensors:
         if is_distributed(t):
             raise InputError(
-                f"the network holds a distributed parameter of shape {tuple(t.shape)}; wrap the "
-                "other way round: fully_shard(Penalised(net, …)), and shard no layer inside. "
+                f"the network holds a distributed parameter of shape {tuple(t.shape)}; {_WRAP}. "
                 "Layers split between processes (tensor parallelism) are not supported"
             )
+
+
+_WRAP = "wrap the other way round: fully_shard(Penalised(net, …)), and shard no layer inside"
+
+
+@lru_cache
+def is_sharded(kind: type) -> bool:
+    """Whether `fully_shard` made this class."""
+    return any(base.__name__ == "FSDPModule" for base in kind.__mro__)
 
 
 def is_distributed(t: Tensor) -> bool:

@@ -138,7 +138,7 @@ class Capture:
 
     def _enter(self, net: nn.Module, box: _Box, args: tuple, kwargs: dict[str, Any]) -> Any:
         _Quiet.install()
-        guard_identity()
+        teach()
         boxes = _boxes()
         boxes.append(box)
         try:
@@ -349,12 +349,18 @@ class _Quiet:
             cls.held.pop().close()
 
 
-@functools.cache
-def guard_identity() -> None:
-    """Teach Dynamo, once, two guards that it leaves out. Of one object under two names it guards
-    that they stay one, but not where one name is local and the other global: a module's Enum that a
-    dictionary is looked up with. And it guards no function or class that is looked for in a set or
-    dictionary and not called."""
+_taught: list[bool] = []
+
+
+def teach() -> bool:
+    """Teach Dynamo, once, what it gets wrong; whether it had not been taught. Of one object under
+    two names it guards that they stay one, but not where one name is local and the other global: a
+    module's Enum that a dictionary is looked up with. It guards no function or class that is looked
+    for in a set or dictionary and not called. Of a `random.Random` it keeps the numbers that it
+    draws while it reads."""
+    if _taught:
+        return False
+    _taught.append(True)
     original = _torch.dynamo_builder.make_dupe_guard
 
     def make_dupe_guard(source: Any, other: Any) -> Any:
@@ -373,6 +379,8 @@ def guard_identity() -> None:
         return isinstance(self.original_source(), _torch.ConstDictKeySource) and unguarded(self)
 
     setattr(lazy, name, is_a_key)
+    _torch.RandomVariable.is_supported_random_obj = staticmethod(lambda _: False)
+    return True
 
 
 class _Escape(Exception):

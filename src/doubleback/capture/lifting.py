@@ -62,6 +62,8 @@ def lift(module: torch.fx.GraphModule, given: Sequence[Any]) -> Graph:
     `Graph.targets` are the values that were marked, in order. Raises `CaptureError` where the
     sweeps' derivatives would differ from autograd's.
     """
+    if assigns_data(module):
+        raise CaptureError("it assigns to a tensor's .data, behind autograd's back")
     marked = _take_marks(module)
     placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
     fakes = [n.meta["example_value"] for n in placeholders]
@@ -122,6 +124,14 @@ def _take_marks(module: torch.fx.GraphModule) -> list[int]:
         module.graph.erase_node(node)
     module.recompile()
     return places
+
+
+def assigns_data(module: torch.fx.GraphModule) -> bool:
+    """Whether Dynamo's graph assigns to a tensor's `.data`: a `set_`, which neither
+    functionalisation nor PyTorch's compilers carry over to the tensor."""
+    parts = [part for part in module.modules() if isinstance(part, torch.fx.GraphModule)]
+    names = (getattr(n.target, "__name__", n.target) for part in parts for n in part.graph.nodes)
+    return "set_" in names
 
 
 def _name(placeholder: torch.fx.Node) -> str:
@@ -248,10 +258,10 @@ class _Autograd(TorchFunctionMode):
         for t in pytree.tree_leaves(written):
             if not isinstance(t, Tensor):
                 continue
-            unseen = t.requires_grad and not torch.is_grad_enabled()
+            unseen = t.requires_grad and (name == "detach_" or not torch.is_grad_enabled())
             if unseen or _memory(t) in self.cut:
                 raise CaptureError(
-                    f"{name} writes to a tensor of shape {tuple(t.shape)} behind autograd's back "
+                    f"{name} changes a tensor of shape {tuple(t.shape)} behind autograd's back "
                     "(under no_grad, or through detach() or .data), so that its derivative is "
                     "another than its numbers say"
                 )

@@ -29,12 +29,13 @@ from .._torch import (
     get_current_graph_task_keep_graph,
     will_engine_execute_node,
 )
-from ..capture import forget, part_layers, plain
+from ..capture import Surroundings, forget, part_layers, plain, teach
 from ..errors import CaptureError, InputError, StaleGraphError, let_through, warn
 from ..kernels import batched
 from ..patch import patched, supported
 from ..run import no_autocast, quiet, sound
-from .region import Pieces, RegionCode, depends_on, look, many, writes_to_numbers
+from .loss import held_modules
+from .region import Pieces, RegionCode, depends_on, look, lost_write, many
 from .tracing import Stages
 
 NAME = "doubleback"
@@ -61,6 +62,8 @@ def backend(
     by kernel. mode: as for Inductor.
     """
     compile_first, inductor = _compilers(mode, options)
+    if teach():
+        raise _torch.TensorifyScalarRestartAnalysis
     part_layers(module)
     _guard_hooks()
 
@@ -70,12 +73,12 @@ def backend(
         _close_to_dynamo()
         return CompiledRegion(module, inputs, compile_first, inductor, refusal).enter
 
-    lossy = writes_to_numbers(module)
+    lost = lost_write(module)
     if not _is_trained(inputs) or not all(plain(t) for t in inputs if isinstance(t, Tensor)):
-        return RegionCode(module).eager if lossy else compile_first(module, inputs)
+        return RegionCode(module).eager if lost else compile_first(module, inputs)
     try:
-        if lossy:
-            raise CaptureError("it writes to a tensor of one float64 without axes, on the CPU")
+        if lost:
+            raise CaptureError(lost)
         with _plainly():
             pieces = Pieces(module)
     except CaptureError as error:
@@ -98,6 +101,23 @@ def _guard_hooks() -> None:
     for guard in list(guards):
         if guard.create_fn is builder.EMPTY_NN_MODULE_HOOKS_DICT:
             guards.add(guard.originating_source.make_guard(builder.SEQUENCE_LENGTH))
+    if context is not None:
+        guards.add(_torch.GlobalStateSource().make_guard(_guard_surroundings))
+
+
+def _guard_surroundings(builder: Any, _: Any) -> None:
+    """Likewise methods that are replaced on a module's class, and hooks of all modules."""
+    named = [builder.scope["G"].get(name) for name in builder.f_code.co_names]
+    around = [Surroundings(m) for m in held_modules(builder.scope["L"], named)]
+    known = [each.key() for each in around]
+
+    def as_before() -> bool:
+        return [each.key() for each in around] == known
+
+    builder.add_python_lambda_leaf_guard_to_root(
+        ["as_before()"], ["a method of a module's class, or a global hook"],
+        {"as_before": as_before},
+    )  # fmt: skip
 
 
 def _compilers(
@@ -342,10 +362,11 @@ class CompiledRegion:
 
     def _again(self, held: Held) -> tuple[list[Any], dict[int, Tensor]]:
         """Inputs under other names, so that no gradient takes a way from one to another outside of
-        the region; written ones as copies."""
+        the region, nor to one that was frozen in the call; written ones as copies."""
         inputs = held.inputs(self.written)
         names = {i: inputs[i].view_as(inputs[i]) for i, on in enumerate(self.code.required) if on}
-        again = [names.get(i, t) for i, t in enumerate(inputs)]
+        frozen = (t.detach() if isinstance(t, Tensor) else t for t in inputs)
+        again = [names.get(i, t) for i, t in enumerate(frozen)]
         for i in self.written:
             again[i] = again[i].clone()
         return again, names

@@ -36,7 +36,7 @@ from .._torch import (
     peek_interpreter_stack,
     pytree,
 )
-from ..capture import Surroundings, forget, guard_identity, plain, turn
+from ..capture import Surroundings, assigns_data, forget, plain, teach, turn
 from ..errors import (
     CaptureError,
     InputError,
@@ -233,7 +233,7 @@ class Compiled:
                 me()._changed(failure)  # type: ignore[union-attr]
 
             _follow_requires_grad(_calls)
-            guard_identity()
+            teach()
             optimise = _torch.dynamo_optimize(
                 receive, nopython=True, dynamic=self.dynamic, guard_fail_fn=changed
             )
@@ -247,7 +247,7 @@ class Compiled:
     def _key(self, given: Sequence[nn.Module]) -> tuple:
         """What Dynamo does not guard, of the modules that fn holds or is given."""
         if not self._surroundings:
-            held = _modules(self.fn)
+            held = held_modules(self.fn)
             self._surroundings = {self: tuple(Surroundings(m) for m in held)}
         for module in given:
             if module not in self._surroundings:
@@ -272,6 +272,8 @@ class Compiled:
                     f"it meets a {type(strange[0]).__name__} of layout {strange[0].layout} "
                     "(distributed, sparse or quantised), which cannot be traced"
                 )
+            if assigns_data(module):
+                raise CaptureError("it assigns to a tensor's .data")
             with _patch(), quiet():
                 step = trace_whole(module, given, self.compiler, self.scaler is not None, _check)
         except InputError as error:
@@ -662,12 +664,12 @@ def _patch() -> Iterator[None]:
         yield
 
 
-def _modules(fn: Any) -> list[nn.Module]:
+def held_modules(*holders: Any) -> list[nn.Module]:
     """Modules that a function is seen to hold: in its closure, its globals, its arguments, and in
     those of the functions it holds."""
     modules: dict[int, nn.Module] = {}
     seen: set[int] = set()
-    stack: list[Any] = [fn]
+    stack: list[Any] = list(holders)
     while stack:
         item = stack.pop()
         if id(item) in seen:

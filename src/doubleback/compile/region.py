@@ -31,6 +31,7 @@ from .._torch import (
     pytree,
     set_grad_enabled,
 )
+from ..capture import assigns_data
 from ..errors import CaptureError
 from ..graph import compile_sizes
 
@@ -383,11 +384,13 @@ class _OnTape(_AsEager):
         return super().call_function(target, args, kwargs)
 
 
-def writes_to_numbers(module: torch.fx.GraphModule) -> bool:
-    """Whether a graph writes to an input that is one float64 without axes, on the CPU. PyTorch
-    takes it for one of Python's floats, and loses what is written."""
+def lost_write(module: torch.fx.GraphModule) -> str | None:
+    """What a graph writes and PyTorch's compilers lose, in words: to an input that is one float64
+    without axes, on the CPU, which is taken for one of Python's floats; or to `.data`."""
     numbers = [n for n in module.graph.find_nodes(op="placeholder") if _is_number(n)]
-    return any(_writes(user, n) for n in numbers for user in n.users)
+    if any(_writes(user, n) for n in numbers for user in n.users):
+        return "it writes to a tensor of one float64 without axes, on the CPU"
+    return "it assigns to a tensor's .data" if assigns_data(module) else None
 
 
 def _is_number(node: torch.fx.Node) -> bool:

@@ -72,8 +72,7 @@ class Jacobian(Penalty):
         plan: Literal["auto", "rows", "columns", "waist", "diagonal"] = "auto",
         memory: int | None = None,
     ) -> None:
-        self.space = space if space is not None else Euclidean()
-        super().__init__(SquaredNorm(self.space), reduction)
+        super().__init__(SquaredNorm(Euclidean() if space is None else space), reduction)
         if of not in ("output", "softmax"):
             raise InputError(f'of must be "output" or "softmax", not {of!r}')
         if plan not in PLANS:
@@ -89,7 +88,14 @@ class Jacobian(Penalty):
         _check_hilbert(self.space, "Jacobian", "space")
         self.of, self.projections, self.chunk = of, projections, chunk
         self.entries, self.plan, self.memory = entries, plan, memory
-        self.varying = of == "softmax"
+
+    @property
+    def varying(self) -> bool:  # type: ignore[override]
+        return self.of == "softmax"
+
+    @property
+    def space(self) -> Any:
+        return self.norm.space  # type: ignore[attr-defined]
 
     symmetric = True
     needs_examples = True
@@ -614,9 +620,13 @@ class JacobianMatch(Directions):
         chunk: int | None = None,
         generator: torch.Generator | None = None,
     ) -> None:
-        self.space = space if space is not None else Euclidean()
+        norm = SquaredNorm(Euclidean() if space is None else space)
+        super().__init__(norm, reduction, projections, chunk, generator)
         _check_hilbert(self.space, "JacobianMatch", "space")
-        super().__init__(SquaredNorm(self.space), reduction, projections, chunk, generator)
+
+    @property
+    def space(self) -> Any:
+        return self.norm.space  # type: ignore[attr-defined]
 
     def start(self, out: Tensor, *extra: Any) -> Bank:
         batch, *one = out.shape

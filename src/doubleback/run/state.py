@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._torch import foreach_copy_, foreach_mul
+from .._torch import foreach_copy_, foreach_mul, preserve_version_counter
 from ..dtypes import accumulation
 from ..graph import Graph, Node, Ref, map_refs
 from ..rules import drawn_in_place
@@ -59,7 +59,8 @@ def write_state(graph: Graph, inputs: Sequence[Any], values: Mapping[int, Tensor
     new = [values[v] for v in graph.mutations.values()]
     places = {t.untyped_storage().data_ptr() for t in buffers}  # one may move into another
     new = [t.clone() if t.untyped_storage().data_ptr() in places else t for t in new]
-    with torch.no_grad():
+    unnoticed = tuple([inputs[place] for place in graph.unnoticed])
+    with torch.no_grad(), preserve_version_counter(unnoticed):
         copy_all(buffers, new)
 
 
