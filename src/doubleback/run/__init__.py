@@ -9,6 +9,7 @@ from .bridge import (
     deliver,
     no_autocast,
     refuse_inside_forward,
+    refuse_third,
     several,
 )
 from .callers import CallersGradient, CallersProgram, refuse_others
@@ -62,6 +63,7 @@ __all__ = [
     "quiet",
     "read_state",
     "refuse_inside_forward",
+    "refuse_third",
     "refuse_others",
     "remember",
     "run_prelude",
