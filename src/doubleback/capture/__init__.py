@@ -21,13 +21,14 @@ from .dynamo import (
     trackers_off,
     turn,
 )
-from .lifting import mark, part_layers, stop_gradient
+from .lifting import as_eager, mark, stop_gradient
 
 __all__ = [
     "PATIENCE",
     "Arguments",
     "Surroundings",
     "accept_plain_keys",
+    "as_eager",
     "capture_of",
     "choose_output",
     "find_graph",
@@ -36,7 +37,6 @@ __all__ = [
     "hooked",
     "mark",
     "only_one",
-    "part_layers",
     "place_of",
     "plain",
     "requires_grad",

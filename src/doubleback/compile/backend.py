@@ -29,7 +29,7 @@ from .._torch import (
     get_current_graph_task_keep_graph,
     will_engine_execute_node,
 )
-from ..capture import forget, part_layers, plain
+from ..capture import as_eager, forget, plain
 from ..errors import CaptureError, InputError, StaleGraphError, let_through, warn
 from ..kernels import batched
 from ..patch import patched, supported
@@ -61,7 +61,7 @@ def backend(
     by kernel. mode: as for Inductor.
     """
     compile_first, inductor = _compilers(mode, options)
-    part_layers(module)
+    as_eager(module)
     _guard_hooks()
 
     def region(module: torch.fx.GraphModule, inputs: Sequence[Any], refusal=None) -> Callable:
