@@ -326,7 +326,9 @@ def test_hooks_that_come_and_go(kind):
         assert_same(penalty(fast, x, trained(net)), wanted)
 
 
-@pytest.mark.filterwarnings("ignore:Using `torch.compile.module.` when there are global:UserWarning")
+@pytest.mark.filterwarnings(
+    "ignore:Using `torch.compile.module.` when there are global:UserWarning"
+)
 @pytest.mark.parametrize("kind", ["forward hook", "pre hook", "method"])
 def test_what_holds_for_all_modules_of_a_class(kind, monkeypatch):
     """Hooks of every module, and a method that is replaced on a class."""

@@ -676,3 +676,31 @@ def test_statistics_that_another_call_writes():
 def _penalised(out, leaf):
     (slope,) = torch.autograd.grad(out[:, 0].sum(), leaf, create_graph=True)
     return out.square().sum() + slope.square().sum(1).mean()
+
+
+@pytest.mark.parametrize("sweeps", [None, False])
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda net, sweeps: db.Penalised(net, db.OutputGradient(1), sweeps=sweeps),
+        lambda net, sweeps: db.WithGradient(net, v=1, sweeps=sweeps),
+    ],
+    ids=["Penalised", "WithGradient"],
+)
+def test_third_derivatives_raise_on_autograd_too(made, sweeps):
+    """Whatever way a call takes; PyTorch's own, through norms, are wrong."""
+    net = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), mlp(8)[1:]).double()
+    model, weight = made(net, sweeps), net[0].weight
+    for _ in range(6):
+        x = torch.randn(5, 6, dtype=torch.float64, requires_grad=True)
+        out, told = model(x)
+        g = torch.autograd.grad(told.square().sum() + out.sum(), [weight, x], create_graph=True)
+        for at in (weight, x):
+            with pytest.raises(db.ThirdDerivativeError):
+                torch.autograd.grad(sum(t.square().sum() for t in g), at, retain_graph=True)
+        if isinstance(model, db.WithGradient):
+            continue
+        scale = torch.tensor(0.5, dtype=torch.float64, requires_grad=True)
+        g = torch.autograd.grad(scale * told.sum(), weight, create_graph=True)[0]
+        (found,) = torch.autograd.grad(g.sum(), scale)  # as of the weight of a penalty
+        torch.testing.assert_close(found, g.sum() / scale)

@@ -151,6 +151,10 @@ NAMES: dict[str, tuple[str, str]] = {
         "torch._C:_dispatch_tls_local_exclude_set",
         "the other half of that state",
     ),
+    "DispatchKey": (
+        "torch._C:DispatchKey",
+        "names the kernel of a composite operator that is made of others",
+    ),
     "ForceDispatchKeyGuard": (
         "torch._C:_ForceDispatchKeyGuard",
         "holds that state meanwhile",
@@ -421,6 +425,7 @@ ATTRIBUTES: tuple[tuple[str, str, str], ...] = (
     ("torch._ops:OpOverload", "_schema", "an operator's arguments by name, and what it writes"),
     ("torch._ops:OpOverload", "_name", "the operator that `dispatch_dump` is asked about"),
     ("torch._ops:OpOverload", "_overloadpacket", "PyTorch's formulas for FLOPs are kept by it"),
+    ("torch._ops:OpOverload", "_op_dk", "what a composite operator is made of that stays whole"),
     ("torch._ops:OpOverload", "_dispatch_cache", "tracing goes on with the kernels it holds"),
     ("torch.fx.experimental.sym_node:SymNode", "_expr", "a size before it was taken for another"),
     ("torch.library:Library", "_destroy", "takes a patch back"),

@@ -49,6 +49,7 @@ from .run import (
     no_autocast,
     read_state,
     refuse_inside_forward,
+    refuse_third,
     remember,
     run_prelude,
     scale,
@@ -251,7 +252,7 @@ class Penalised(CapturedModule):
     def _whole(self, args: tuple, kwargs: Mapping[str, Any]) -> tuple[Any, Tensor]:
         if self._short and (short := self._short_way(args, kwargs)) is not None:
             result, _, _, penalty = self._shortly(args, short, False)
-            return result, penalty
+            return result, _first_order(penalty)
         call = self._call(args, kwargs)
         gradients = torch.is_grad_enabled()
         penalties: list[Tensor] = []
@@ -266,9 +267,9 @@ class Penalised(CapturedModule):
 
         way, result = self._through(run, call)
         if way is not None:
-            results = self._on_autograd(partial(on_autograd, self, call), way)
+            result, penalty = self._on_autograd(partial(on_autograd, self, call), way)
             self._shorten(args, kwargs, way)
-            return results
+            return result, _first_order(penalty)
         return result, penalties[0]
 
     def _shortly(
@@ -663,6 +664,17 @@ def _place(t: Tensor) -> Tensor:
     return t.view_as(t) if t.layout is torch.strided else t.clone()
 
 
+def _first_order(t: Tensor) -> Tensor:
+    """The same, whose gradients raise where they are differentiated again, as those of the sweeps
+    do: no call's result depends on which way it took, and PyTorch's third derivatives of layer and
+    batch norm are wrong."""
+    if not t.requires_grad:
+        return t
+    told = _place(t)
+    told.register_hook(partial(refuse_third, t))
+    return told
+
+
 def pulled(
     out: Tensor,
     leaves: Sequence[Tensor],
@@ -840,6 +852,7 @@ class WithGradient(CapturedModule):
         way, result = self._through(run, call)
         if way is not None:
             result, slopes = self._on_autograd(partial(self.by_autograd, call), way)
+            slopes = [_first_order(t) for t in slopes]
             self._shorten(args, kwargs, way)
         return result, slopes[0] if len(slopes) == 1 else tuple(slopes)
 
@@ -871,7 +884,7 @@ class WithGradient(CapturedModule):
                 out = result if type(result) is Tensor else choose_output(result, None)
                 self._seed.check(out.shape, args[:1])
                 v = self._seed.seed(out)
-                return result, quick_pulled(out, (leaf,), v, True, self._unused)[0]
+                return result, _first_order(quick_pulled(out, (leaf,), v, True, self._unused)[0])
         except (RuntimeError, IndexError, ValueError):
             self._call(args, {})  # raises what is better understood, where it is known
             raise

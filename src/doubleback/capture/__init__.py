@@ -22,13 +22,14 @@ from .dynamo import (
     trackers_off,
     turn,
 )
-from .lifting import assigns_data, mark, part_layers, stop_gradient
+from .lifting import as_eager, assigns_data, mark, stop_gradient
 
 __all__ = [
     "PATIENCE",
     "Arguments",
     "Surroundings",
     "accept_plain_keys",
+    "as_eager",
     "assigns_data",
     "capture_of",
     "choose_output",
@@ -38,7 +39,6 @@ __all__ = [
     "is_sharded",
     "mark",
     "only_one",
-    "part_layers",
     "place_of",
     "plain",
     "requires_grad",

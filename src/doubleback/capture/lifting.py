@@ -65,6 +65,7 @@ def lift(module: torch.fx.GraphModule, given: Sequence[Any]) -> Graph:
     if assigns_data(module):
         raise CaptureError("it assigns to a tensor's .data, behind autograd's back")
     marked = _take_marks(module)
+    _pass_on(module)
     placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
     fakes = [n.meta["example_value"] for n in placeholders]
     trained = [isinstance(t, Tensor) and t.requires_grad for t in given]
@@ -162,9 +163,11 @@ def _decompositions(casts: bool) -> tuple[dict, dict]:
     the parts of."""
     composite = _composite()
     table = decompositions()
-    apart = (*table, *_RECAST) if casts else table
+    apart = (*table, aten.type_as.default, *(_RECAST if casts else ()))
     whole: dict[Any, Callable] = {
-        op: _keep(op) for op in registered() if op in composite and op not in apart
+        op: _keep_product if op is aten.einsum.default else _keep(op)
+        for op in registered()
+        if op in composite and op not in apart
     }
     whole |= {op: fn for op, fn in table.items() if op in composite}
     return whole, {op: fn for op, fn in table.items() if op not in composite}
@@ -178,6 +181,14 @@ def _composite() -> frozenset:
 
 def _keep(op: Any) -> Callable:
     return lambda *args, **kwargs: special_op_to_preserve_cia(*args, kernel=op, **kwargs)
+
+
+def _keep_product(*args: Any, **kwargs: Any) -> Any:
+    """einsum, which of one tensor is a view: kept whole it would have memory of its own."""
+    op = aten.einsum.default
+    if len(args[1]) > 1:
+        return _keep(op)(*args, **kwargs)
+    return op._op_dk(_torch.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
 
 
 # Operators on whole functions that do nothing to derivatives: they are looked through.
@@ -693,9 +704,11 @@ def decompositions() -> dict:
 RECURRENT = (aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input)
 
 
-def part_layers(module: torch.fx.GraphModule) -> None:
-    """In Dynamo's graph, recurrent layers with dropout in between are called one by one: what
-    PyTorch makes of several when it traces them is without the dropout."""
+def as_eager(module: torch.fx.GraphModule) -> None:
+    """Change Dynamo's graph where PyTorch makes another thing of it than eager does when it traces
+    it. Recurrent layers with dropout in between are called one by one: of several it leaves the
+    dropout out."""
+    _pass_on(module)
     for part in module.modules():
         if not isinstance(part, torch.fx.GraphModule):
             continue
@@ -706,6 +719,23 @@ def part_layers(module: torch.fx.GraphModule) -> None:
             node.target = _recurrent(node.target)
         if found:
             part.recompile()
+
+
+def _pass_on(module: torch.fx.GraphModule) -> None:
+    """Dropout that drops nothing is its input itself, and no copy: who writes to the one writes to
+    the other."""
+    for part in module.modules():
+        nodes = part.graph.nodes if isinstance(part, torch.fx.GraphModule) else ()
+        for node in [n for n in nodes if n.target in _DROPOUTS]:
+            given = dict(zip(("input", "p", "training"), node.args, strict=False)) | node.kwargs
+            train = given.get("training", given.get("train", True))
+            if train is False or given.get("p", 0.5) == 0:
+                node.replace_all_uses_with(given["input"])
+                part.graph.erase_node(node)
+                part.recompile()
+
+
+_DROPOUTS = (torch.nn.functional.dropout, torch.dropout, torch.dropout_)
 
 
 def _drops_between_layers(node: torch.fx.Node) -> bool:

@@ -29,7 +29,7 @@ from .._torch import (
     get_current_graph_task_keep_graph,
     will_engine_execute_node,
 )
-from ..capture import Surroundings, forget, part_layers, plain, teach
+from ..capture import Surroundings, as_eager, forget, plain, teach
 from ..errors import CaptureError, InputError, StaleGraphError, let_through, warn
 from ..kernels import batched
 from ..patch import patched, supported
@@ -64,7 +64,7 @@ def backend(
     compile_first, inductor = _compilers(mode, options)
     if teach():
         raise _torch.TensorifyScalarRestartAnalysis
-    part_layers(module)
+    as_eager(module)
     _guard_hooks()
 
     def region(module: torch.fx.GraphModule, inputs: Sequence[Any], refusal=None) -> Callable:

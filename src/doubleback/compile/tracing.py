@@ -25,7 +25,7 @@ from torch import Tensor
 
 from .. import _torch
 from .._torch import make_fx
-from ..capture import mark, part_layers
+from ..capture import as_eager, mark
 from ..errors import CaptureError
 from ..kernels import for_compiler
 from ..patch import patched, supported
@@ -104,7 +104,7 @@ def trace_whole(
     """Differentiate Dynamo's graph, whose last outputs are the loss's place and the loss, at its
     inputs `given` that require grad, and compile the whole. check(loss, gradients) may refuse."""
     _refuse(module)
-    part_layers(module)
+    as_eager(module)
     placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
     fakes = [n.meta["example_value"] for n in placeholders]
     gradients = torch.is_grad_enabled()

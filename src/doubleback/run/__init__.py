@@ -9,6 +9,7 @@ from .bridge import (
     deliver,
     no_autocast,
     refuse_inside_forward,
+    refuse_third,
     several,
 )
 from .callers import CallersGradient, CallersProgram, refuse_others
@@ -63,6 +64,7 @@ __all__ = [
     "read_state",
     "refuse_inside_forward",
     "refuse_others",
+    "refuse_third",
     "remember",
     "run_prelude",
     "scale",

@@ -405,16 +405,26 @@ def _paired(
     return total
 
 
+def refuse_third(t: Tensor, grad: Tensor) -> Tensor | None:
+    """A hook on what autograd computed from t alone, a penalty or gradient without sweeps."""
+    return grad + _NoThird.apply(t) if torch.is_grad_enabled() else None
+
+
 class _NoThird(torch.autograd.Function):
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, *inputs: Tensor) -> Tensor:
-        return torch.zeros((), device=inputs[0].device)
+    def forward(*inputs: Tensor) -> Tensor:
+        return inputs[0].new_zeros(())
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None: ...
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, ...]:
         raise ThirdDerivativeError(
-            "the gradient of a gradient penalty's gradient is a third derivative, which the four "
-            "sweeps do not give, in the parameters, in x, and in anything that the gradient of the "
+            "the gradient of a gradient penalty's gradient is a third derivative, which doubleback "
+            "does not give, in the parameters, in x, and in anything that the gradient of the "
             "output was made of; in the weight of the penalty it is there, from "
             "torch.autograd.grad(…, weight). For all else use stock autograd (create_graph=True) "
             "on the network itself"
