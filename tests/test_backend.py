@@ -465,6 +465,11 @@ def stored(net, x):
     return net.last(net.kept), net.kept
 
 
+def doubled(net, x):
+    h = net.first(x)
+    return net.last(2 * h), h
+
+
 def transformed(net, x):
     h = net.first(x).tanh()
     jacobian = torch.func.vmap(torch.func.jacrev(net.last))(h)
@@ -484,6 +489,12 @@ def written_off_the_tape(net, x):
     with torch.no_grad():
         h.clamp_(-0.5, 0.5)
     return net.last(h) + k, h
+
+
+def slopes(net, x: Tensor, parameters) -> list:
+    """Derivatives of first order."""
+    total = sum((1 + i) * t.cos().sum() for i, t in enumerate(tensors_of(net(x))))
+    return list(torch.autograd.grad(total, [x, *parameters], allow_unused=True))
 
 
 def by_each_result(net, x: Tensor, parameters) -> list:
@@ -519,6 +530,21 @@ def test_a_result_within_autocast_that_others_are_computed_from():
 def test_a_result_that_others_are_computed_from_is_written_past(run):
     with pytest.warns(db.CaptureWarning, match="writes in place to what was before"):
         against_eager(Features(run), run=by_each_result)
+
+
+@pytest.mark.parametrize("run", [penalty, slopes], ids=lambda f: f.__name__)
+def test_the_caller_writes_to_a_result_that_others_are_computed_from(run):
+    """Of which eager keeps nothing."""
+
+    def then_written(net, x, parameters):
+        def fn(x):
+            out, h = net(x)
+            h[:, :2] = h[:, :2] / 2
+            return out, h.tanh()
+
+        return run(fn, x, parameters)
+
+    against_eager(Features(doubled), run=then_written)
 
 
 def test_hooks_on_a_result_that_others_are_computed_from():

@@ -7,6 +7,7 @@ A recipe whose package is not installed is skipped; `make test-forces` installs 
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import re
 import sys
 import types
@@ -56,6 +57,9 @@ PAIRS = [
 ]
 
 
+_count = itertools.count()
+
+
 @pytest.fixture
 def recipe(request, monkeypatch):
     """The page's names, and the recipe's on top: net, energy, prepare."""
@@ -63,7 +67,8 @@ def recipe(request, monkeypatch):
     for package in re.findall(r"^(?:import|from) (\w+)", source, re.MULTILINE):
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"needs {package}: make test-forces installs it")
-    module = types.ModuleType("page_forces")
+    # a name of its own: Dynamo's guards find modules by theirs
+    module = types.ModuleType(f"page_forces_{next(_count)}")
     monkeypatch.setitem(sys.modules, module.__name__, module)
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)

@@ -756,14 +756,27 @@ class Pieces:
                 examples.setdefault(n, own.meta["example_value"])
             regions.append(region(piece.module, [examples[n] for n in piece.inputs]))
 
+        # a caller may write to these while later pieces hold them: those are handed copies
+        read = set().union(*(piece.inputs for piece in self.parts))
+        exposed = {n for n in read.intersection(self.returned) if _on_tape(n.meta["example_value"])}
+        exposed.difference_update(given)
+
         def run(*inputs: Any) -> list[Any]:
             values: dict[Any, Any] = dict(zip(given, inputs, strict=True))
+            handed: dict[Any, Tensor] = {}
             for piece, run_piece in zip(self.parts, regions, strict=True):
-                results = run_piece(*[values[n] for n in piece.inputs])
+                results = run_piece(*[handed.get(n, values[n]) for n in piece.inputs])
                 values.update(zip(piece.results, results, strict=True))
+                handed.update((n, _copy(values[n])) for n in piece.results if n in exposed)
             return [values[n] if isinstance(n, torch.fx.Node) else n for n in self.returned]
 
         return run
+
+
+def _copy(t: Tensor) -> Tensor:
+    """On autograd's tape. What lies in its memory with gaps stays as it is."""
+    copy = t.clone()
+    return copy if copy.stride() == t.stride() else t
 
 
 class _Ways(_AsEager):
