@@ -178,6 +178,7 @@ def test_what_a_tape_does_not_hold():
         lambda t: [t * float(t[0])],
         lambda t: [t * t.tolist()[0]],
         lambda t: [t + torch.from_numpy(t.numpy())],
+        lambda t: [t + t.data_ptr()],
         lambda t: [t.nonzero()],
     ):
         with pytest.raises((RuntimeError, tape.OffTape)):

@@ -40,7 +40,8 @@ class Taped(nn.Module):
 def record(fn: Callable[..., Sequence[Tensor]], tensors: Sequence[Tensor]) -> Taped:
     """The graph of `fn(*tensors)`."""
     fakes: list[Any] = [t for t in tensors if isinstance(t, FakeTensor)]
-    mode = fakes[0].fake_mode if fakes else FakeTensorMode(allow_non_fake_inputs=True)
+    mode: Any = fakes[0].fake_mode if fakes else FakeTensorMode(allow_non_fake_inputs=True)
+    mode._allow_unsafe_data_ptr_access = False
     tape = _Tape()
     fakes = [tape.take(mode, t) for t in tensors]
     with mode, tape:
