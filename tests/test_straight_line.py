@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from doubleback.run import straight_line
+from doubleback.run import straight_line, tape
 
 
 def sum_of_two(a, b, c, d):
@@ -145,3 +145,41 @@ def test_what_is_written_through_a_view_is_not_lost():
     assert torch.equal(found, x + 1.0)
     with pytest.raises(RuntimeError, match="view size"):
         flat_at_other_strides(fn, x, x.mT.contiguous().mT)
+
+
+def twice_and_a_constant(a, b):
+    """A constant that is made inside and written to, one from outside, a draw, several results."""
+    made = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    made.mul_(2)
+    values, places = (a * made + WEIGHTS).max(0)
+    return values, places, a - b, torch.bernoulli(b.sigmoid())
+
+
+WEIGHTS = torch.arange(4.0)
+
+
+def test_a_tape_holds_what_a_function_calls():
+    """As make_fx would; two inputs that were one tensor once are two."""
+    a, b = torch.randn(3, 4), torch.randn(3, 4)
+    run = straight_line.boxed(tape.record(twice_and_a_constant, [a, a]))
+    for _ in range(2):
+        torch.manual_seed(0)
+        results = run([a, b])
+        torch.manual_seed(0)
+        for got, wanted in zip(results, twice_and_a_constant(a, b), strict=True):
+            torch.testing.assert_close(got, wanted, rtol=0, atol=0)
+
+
+def test_what_a_tape_does_not_hold():
+    """Numbers read off tensors, sizes that they decide: no graph, rather than one with this call's
+    numbers in it."""
+    x = torch.ones(3)
+    for fn in (
+        lambda t: [t * float(t[0])],
+        lambda t: [t * t.tolist()[0]],
+        lambda t: [t + torch.from_numpy(t.numpy())],
+        lambda t: [t + t.data_ptr()],
+        lambda t: [t.nonzero()],
+    ):
+        with pytest.raises((RuntimeError, tape.OffTape)):
+            tape.record(fn, [x])

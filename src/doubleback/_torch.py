@@ -437,6 +437,11 @@ ATTRIBUTES: tuple[tuple[str, str, str], ...] = (
     ("torch.autograd:Variable", "_execution_engine", "calls back after a pass, to remove a kernel"),
     ("torch.autograd.forward_ad", "_current_level", "whether forward mode is on"),
     ("torch.autograd.forward_ad", "_set_fwd_grad_enabled", "keeps it on below our own node"),
+    (
+        "torch._subclasses.fake_tensor:FakeTensorMode",
+        "_allow_unsafe_data_ptr_access",
+        "an address that a tape's tensors do not have must not become a number in its graph",
+    ),
     ("torch.fx:Node", "_erased", "a node that a pass over the graph has removed"),
     ("torch.fx.experimental.sym_node:SymNode", "_expr", "an open size as an expression"),
     ("torch.nn.parallel:DistributedDataParallel", "_active_ddp_module", "whether its forward runs"),

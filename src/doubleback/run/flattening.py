@@ -34,6 +34,7 @@ from ..kernels import for_compiler
 from ..plan import Plan
 from . import inductor, straight_line
 from .state import kind, remember
+from .tape import record
 
 # ------------------------------------------------------------------------- nested arguments
 #
@@ -238,11 +239,13 @@ def flatten(
     quietly = collector_off()
     with _torch.compile_lock, recording() as operations, torch.no_grad(), context, quietly:
         # class weights and the like become constants of the graph, whose key knows them
-        table = inductor.decompositions() if compiler else None
-        trace = make_fx(
-            flat, decomposition_table=table, tracing_mode=mode, _allow_non_fake_inputs=True
-        )
-        graph = trace(*sizes, *tensors)
+        graph = None if compiler or variant is not None else _on_tape(flat, tensors)
+        if graph is None:
+            table = inductor.decompositions() if compiler else None
+            trace = make_fx(
+                flat, decomposition_table=table, tracing_mode=mode, _allow_non_fake_inputs=True
+            )
+            graph = trace(*sizes, *tensors)
     results = () if variant is None else _stand_ins(graph, tensors, places)
     straight_line.move_constants(graph)
     straight_line.clean(graph, for_compiler=bool(compiler))
@@ -260,6 +263,16 @@ def flatten(
         run = inductor.compiled_open(graph, variant.fakes, [*sizes, *tensors], recompute)
     inputs = () if variant is None else tensors
     return Flat(run, spec[0], places, operations, inputs, results, recipe=recipe, public=public)
+
+
+def _on_tape(flat: Callable, tensors: Sequence[Tensor]) -> Any:
+    """The graph of a function of plain tensors; None where more has to be followed than those."""
+    handled = sys.exception()
+    try:
+        return record(flat, tensors)
+    except Exception as error:
+        let_through(error, handled)
+        return None
 
 
 def _count(structure: Structure) -> int:

@@ -4,6 +4,7 @@ straight-line code over PyTorch's own bindings."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -361,7 +362,7 @@ def _turned(node: Any) -> bool:
     )
 
 
-def boxed(module: torch.fx.GraphModule) -> Callable:
+def boxed(module: Any) -> Callable:
     """Straight-line code that takes its inputs out of a list: nobody else holds them. With `HANDED`
     in it, a generator: there it lays the gradients into that list, alone, and waits."""
     graph = module.graph
@@ -386,5 +387,8 @@ def boxed(module: torch.fx.GraphModule) -> Callable:
         return [part for line in lines for part in ([line, "yield\n"] if laid in line else [line])]
 
     graph.on_generate_code(lambda _: wait)
-    module.recompile()
-    return module.forward
+    code, constants = graph.python_code("self"), [n for n in graph.nodes if n.op == "get_attr"]
+    names = dict(code.globals)
+    exec(code.src, names)
+    held = SimpleNamespace(**{n.target: getattr(module, n.target) for n in constants})
+    return MethodType(names["forward"], held)
