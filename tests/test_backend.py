@@ -491,6 +491,11 @@ def written_off_the_tape(net, x):
     return net.last(h) + k, h
 
 
+def seen_through(net, x):
+    h = net.first(x) * 1
+    return net.last(2 * h), h, h.t(), h.detach()[1:], h[:, 1:3]
+
+
 def slopes(net, x: Tensor, parameters) -> list:
     """Derivatives of first order."""
     total = sum((1 + i) * t.cos().sum() for i, t in enumerate(tensors_of(net(x))))
@@ -545,6 +550,28 @@ def test_the_caller_writes_to_a_result_that_others_are_computed_from(run):
         return run(fn, x, parameters)
 
     against_eager(Features(doubled), run=then_written)
+
+
+@pytest.mark.parametrize("run", [penalty, slopes], ids=lambda f: f.__name__)
+def test_the_caller_writes_to_a_result_that_others_are_views_and_functions_of(run):
+    """A view of it sees what is written, and passes its derivative on; what was computed does
+    not."""
+
+    def then_written(net, x, parameters):
+        seen: list[Tensor] = []
+
+        def fn(x):
+            out, h, turned, cut, part = net(x)
+            with torch.no_grad():
+                part[:, 0] = 0.25
+            seen.extend([h, turned])
+            assert not cut.requires_grad and cut._is_view() == turned._is_view()
+            part.mul_(0.5)
+            return out, h.tanh(), turned.exp(), part.sin()
+
+        return [*run(fn, x, parameters), *seen]
+
+    against_eager(Features(seen_through), run=then_written)
 
 
 def test_hooks_on_a_result_that_others_are_computed_from():

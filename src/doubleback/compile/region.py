@@ -756,27 +756,56 @@ class Pieces:
                 examples.setdefault(n, own.meta["example_value"])
             regions.append(region(piece.module, [examples[n] for n in piece.inputs]))
 
-        # a caller may write to these while later pieces hold them: those are handed copies
-        read = set().union(*(piece.inputs for piece in self.parts))
-        exposed = {n for n in read.intersection(self.returned) if _on_tape(n.meta["example_value"])}
-        exposed.difference_update(given)
+        exposed = self._exposed(given)
 
         def run(*inputs: Any) -> list[Any]:
             values: dict[Any, Any] = dict(zip(given, inputs, strict=True))
             handed: dict[Any, Tensor] = {}
+            lent: dict[Any, tuple[Tensor, Tensor]] = {}  # copies, by their memory
             for piece, run_piece in zip(self.parts, regions, strict=True):
                 results = run_piece(*[handed.get(n, values[n]) for n in piece.inputs])
-                values.update(zip(piece.results, results, strict=True))
-                handed.update((n, _copy(values[n])) for n in piece.results if n in exposed)
+                for n, result in zip(piece.results, results, strict=True):
+                    values[n] = _of_the_original(result, lent)
+                    if n in exposed:
+                        handed[n] = copy = _copy(values[n])
+                        lent[_memory(copy)] = copy, values[n]
             return [values[n] if isinstance(n, torch.fx.Node) else n for n in self.returned]
 
         return run
+
+    def _exposed(self, given: Sequence[torch.fx.Node]) -> set[torch.fx.Node]:
+        """Results that a caller may write to while later pieces hold them: those are handed
+        copies."""
+        read = set().union(*(piece.inputs for piece in self.parts)).difference(given)
+        returned = [n for n in self.returned if isinstance(n, torch.fx.Node)]
+        kinds: dict[Any, set[torch.dtype]] = {}
+        for n in returned:
+            t = n.meta["example_value"]
+            if isinstance(t, Tensor):
+                kinds.setdefault(_memory(t), set()).add(t.dtype)
+        found = read.intersection(n for n in returned if _on_tape(n.meta["example_value"]))
+        # as another dtype the memory of a copy cannot be told from the original's
+        return {n for n in found if len(kinds[_memory(n.meta["example_value"])]) == 1}
 
 
 def _copy(t: Tensor) -> Tensor:
     """On autograd's tape. What lies in its memory with gaps stays as it is."""
     copy = t.clone()
     return copy if copy.stride() == t.stride() else t
+
+
+def _of_the_original(result: Any, lent: Mapping[Any, tuple[Tensor, Tensor]]) -> Any:
+    """A piece's result, which is a view of the original where it is one of a copy that the piece
+    was lent."""
+    if not isinstance(result, Tensor) or _memory(result) not in lent:
+        return result
+    copy, t = lent[_memory(result)]
+    if t is copy:
+        return result
+    if not result.requires_grad:
+        t = t.detach()
+    offset = result.storage_offset() - copy.storage_offset() + t.storage_offset()
+    return t.as_strided(result.size(), result.stride(), offset)
 
 
 class _Ways(_AsEager):
