@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from doubleback.run import straight_line
@@ -145,6 +146,28 @@ def test_what_is_written_through_a_view_is_not_lost():
     assert torch.equal(found, x + 1.0)
     with pytest.raises(RuntimeError, match="view size"):
         flat_at_other_strides(fn, x, x.mT.contiguous().mT)
+
+
+def foreach_added(b, z):
+    torch._foreach_add_([z.sin(), b], [z, z])
+
+
+@pytest.mark.parametrize(
+    "product", [torch.mul, torch.mm, lambda a, b: torch.bmm(a[None], b[None])[0]]
+)
+@pytest.mark.parametrize("write", [Tensor.add_, lambda b, z: b[1:].copy_(z[1:]), foreach_added])
+def test_a_product_is_not_moved_past_what_writes_to_its_factors(product, write):
+    def fn(a, b, z):
+        b = b.clone()
+        c = product(a, b)
+        write(b, z)
+        return a + c, b
+
+    given = [torch.randn(4, 4) for _ in range(3)]
+    graph = straight_line.record(fn, given)
+    straight_line.clean(graph)
+    for got, wanted in zip(straight_line.boxed(graph)(list(given)), fn(*given), strict=True):
+        torch.testing.assert_close(got, wanted)
 
 
 def twice_and_a_constant(a, b):

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.fx.node import has_side_effect
+from torch.fx.node import has_side_effect, map_arg
 
 from .._torch import (
     FakeTensor,
@@ -159,15 +159,38 @@ NEAR = 12  # operators
 
 def _near(earlier: torch.fx.Node, later: torch.fx.Node) -> bool:
     """So close that computing the earlier one later keeps nothing alive for long; not where
-    gradients are handed over in between, after which what it reads may change."""
-    node = later
+    gradients are handed over in between, after which what it reads may change, or where that is
+    written to."""
+    node, read = later, set(map(_memory, earlier.all_input_nodes))
     for _ in range(NEAR):
         node = node.prev
         if node is earlier:
             return True
-        if node.target is HANDED:
+        if node.target is HANDED or not read.isdisjoint(map(_memory, _writes_to(node))):
             return False
     return False
+
+
+def _memory(node: torch.fx.Node) -> int:
+    """Equal for values that share memory."""
+    value: Any = node.meta.get("val")
+    told = isinstance(value, Tensor) and value.layout is torch.strided
+    return value.untyped_storage()._cdata if told else id(node)
+
+
+def _writes_to(node: torch.fx.Node) -> list[torch.fx.Node]:
+    if node.op == "call_method":
+        return node.all_input_nodes[:1] if str(node.target).endswith("_") else []
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return []
+    given = [node.kwargs.get(a.name) for a in schema.arguments]
+    given[: len(node.args)] = node.args
+    written: list[torch.fx.Node] = []
+    for argument, value in zip(schema.arguments, given, strict=True):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            map_arg(value, written.append)  # type: ignore[arg-type]
+    return written
 
 
 def _join_product(graph: torch.fx.Graph, node: torch.fx.Node, for_compiler: bool) -> None:
