@@ -184,6 +184,19 @@ def test_laplacian_by_hessian():
         agree(step, loss, net.parameters(), torch.randn(size, 3))
 
 
+def test_forward_derivatives_at_views():
+    """PyTorch remembers their tangents as smaller than they are, and fails at the second trace."""
+    net = mlp()
+
+    def loss(x):
+        return torch.func.jvp(net, (x[0],), (x[1],))[1].square().sum()
+
+    step = compiled(loss)
+    for size in (3, 4, 5):
+        agree(step, loss, net.parameters(), torch.randn(size, 3))
+    assert step.traces == 2
+
+
 @pytest.mark.parametrize("kind", ["grad", "vjp", "jvp", "jacrev", "jacfwd"])
 def test_transforms_of_torch_func(kind):
     net = mlp()

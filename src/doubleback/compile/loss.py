@@ -36,7 +36,15 @@ from .._torch import (
     peek_interpreter_stack,
     pytree,
 )
-from ..capture import Surroundings, assigns_data, forget, plain, teach, turn
+from ..capture import (
+    Surroundings,
+    assigns_data,
+    forget,
+    leaving_transforms,
+    plain,
+    teach,
+    turn,
+)
 from ..errors import (
     CaptureError,
     InputError,
@@ -191,7 +199,8 @@ class Compiled:
         stack.append(call)
         failure, returned, handled = None, (None, None), sys.exception()
         try:
-            with turn, _torch.dynamo_config.patch(_settings(self._constants)):
+            settings = _torch.dynamo_config.patch(_settings(self._constants))
+            with turn, leaving_transforms(), settings:
                 returned = self._function((*args, *kwargs.values()))(
                     self.fn, call.args, call.kwargs, _TOOLS
                 )  # fmt: skip
