@@ -309,6 +309,18 @@ def test_attributes_that_change(made):
 # ----------------------------------------------------------------------------- results
 
 
+@pytest.mark.parametrize("ask", [lambda t: t.is_leaf, lambda t: t.grad_fn is None])
+def test_whether_an_input_is_a_leaf(ask):
+    net = nn.Linear(4, 2)
+
+    def run(x):
+        return (2 if ask(x) else 1) * net(x).exp()
+
+    fast, x = compiled(run), torch.randn(6, 4, requires_grad=True)
+    for t in (x, 1 * x, x, 2 * x):
+        assert_same([fast(t)], [run(t)])
+
+
 @pytest.mark.parametrize("kind", ["forward", "pre", "backward", "removed"])
 def test_hooks_that_come_and_go(kind):
     net, hook = mlp(), None

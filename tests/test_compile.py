@@ -962,6 +962,21 @@ def test_an_argument_computed_from_what_the_loss_differentiates_by(by, leaf):
     assert strict.traces == 1
 
 
+@pytest.mark.parametrize("ask", [lambda t: t.is_leaf, lambda t: t.grad_fn is None])
+def test_whether_an_argument_is_a_leaf(ask):
+    net = mlp()
+
+    def loss(x):
+        return (2 if ask(x) else 1) * net(x).square().mean()
+
+    step, x = compiled(loss, strict=False), torch.randn(4, 3)
+    close(step(x), loss(x))
+    x.requires_grad_()
+    with pytest.warns(db.CaptureWarning, match="asks whether .* a leaf"):
+        for t in (x, x * 1):
+            close(step(t), loss(t))
+
+
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_hook_on_what_the_loss_differentiates_by(when):
     net = mlp()

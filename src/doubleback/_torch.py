@@ -220,6 +220,18 @@ NAMES: dict[str, tuple[str, str]] = {
         "torch._dynamo.exc:TensorifyScalarRestartAnalysis",
         "the one way for a backend to have Dynamo read a function again",
     ),
+    "AttrSource": (
+        "torch._dynamo.source:AttrSource",
+        "whether a tensor is a leaf, where the code asks: Dynamo does not look at it again",
+    ),
+    "ConstantVariable": (
+        "torch._dynamo.variables:ConstantVariable",
+        "the answer",
+    ),
+    "install_guard": (
+        "torch._dynamo.guards:install_guard",
+        "what makes Dynamo look",
+    ),
     "GlobalStateSource": (
         "torch._dynamo.source:GlobalStateSource",
         "where a guard belongs that is about no single variable",

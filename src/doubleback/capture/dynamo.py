@@ -357,7 +357,8 @@ def teach() -> bool:
     two names it guards that they stay one, but not where one name is local and the other global: a
     module's Enum that a dictionary is looked up with. It guards no function or class that is looked
     for in a set or dictionary and not called. Of a `random.Random` it keeps the numbers that it
-    draws while it reads. Tangents of views are remembered as smaller than they are."""
+    draws while it reads. Tangents of views are remembered as smaller than they are. Nobody looks
+    again at whether a tensor that is given is a leaf."""
     if _taught:
         return False
     _taught.append(True)
@@ -390,7 +391,29 @@ def teach() -> bool:
 
     mode._validate_cache_key = validate_key
     mode.cache_clear()
+    _guard_leaves()
     return True
+
+
+def _guard_leaves() -> None:
+    variable: Any = _torch.TensorVariable
+    original = variable.method_attr_grad_fn
+
+    def guard(tensor: Any) -> None:
+        if tensor.source is not None:
+            source = _torch.AttrSource(tensor.source, "is_leaf")
+            _torch.install_guard(source.make_guard(_torch.GuardBuilder.EQUALS_MATCH))
+
+    def method_attr_is_leaf(self: Any, tx: Any) -> Any:
+        guard(self)
+        return _torch.ConstantVariable.create(self.as_proxy().node.meta["example_value"].is_leaf)
+
+    def method_attr_grad_fn(self: Any, tx: Any) -> Any:
+        guard(self)
+        return original(self, tx)
+
+    variable.method_attr_is_leaf = method_attr_is_leaf
+    variable.method_attr_grad_fn = method_attr_grad_fn
 
 
 class _Escape(Exception):
