@@ -296,7 +296,10 @@ def _no(*_: Any) -> bool:
 
 class _Checks(TorchDispatchMode):
     """Linear algebra that raises where a matrix is singular: PyTorch computes, then checks a code,
-    which no functional program can hold. The computing operator is told to check it instead."""
+    which no functional program can hold. The computing operator is told to check it instead.
+
+    And what `_Autograd` does not see of a function in C++: that it switches autograd off and writes
+    in place. Such an operator needs an entry among the decompositions."""
 
     def __init__(self, watch: _Autograd) -> None:
         super().__init__()
@@ -307,10 +310,21 @@ class _Checks(TorchDispatchMode):
             return None
         kwargs = dict(kwargs or {})
         names = [argument.name for argument in func._schema.arguments]
+        if func._schema.is_mutable and not torch.is_grad_enabled():
+            self._refuse_hidden(func, args)
         if "check_errors" in names and not self.watch.name.endswith("_ex"):
             args = args[: names.index("check_errors")]
             kwargs["check_errors"] = True
         return func(*args, **kwargs)
+
+    def _refuse_hidden(self, func: Any, args: Any) -> None:
+        for argument, t in zip(func._schema.arguments, args, strict=False):
+            written = argument.alias_info is not None and argument.alias_info.is_write
+            if written and isinstance(t, Tensor) and t.requires_grad:
+                raise CaptureError(
+                    f"{self.watch.name} changes a tensor of shape {tuple(t.shape)} behind "
+                    f"autograd's back ({func} under no_grad)"
+                )
 
 
 _HOOKS = ("register_hook", "register_post_accumulate_grad_hook", "retain_grad")
@@ -686,6 +700,7 @@ def decompositions() -> dict:
     chosen[aten.scaled_dot_product_attention.default] = _attention_products
     chosen[aten.matmul.default] = _matmul_of_heads
     chosen[aten.glu.default] = _glu
+    chosen[aten.cosine_similarity.default] = _cosine_similarity
     chosen[aten.instance_norm.default] = _instance_norm
     chosen[aten.empty.memory_format] = _filled(aten.zeros.default)
     chosen[aten.new_empty.default] = aten.new_zeros.default
@@ -780,6 +795,20 @@ def _glu(x, dim=-1):
     """GLU(a, b) = a ⊙ σ(b)."""
     a, b = x.chunk(2, dim)
     return a * torch.sigmoid(b)
+
+
+def _cosine_similarity(x1, x2, dim=1, eps=1e-8):
+    """Norms below eps are raised to it behind autograd's back: in the numbers, not in the
+    derivative."""
+
+    def unit(x):
+        norm = torch.linalg.vector_norm(x, 2, dim, True)
+        return x / torch.where(norm < eps, norm + stop_gradient(eps - norm), norm)
+
+    dtype = torch.result_type(x1, x2)
+    pair = (x if x.is_floating_point() else x.to(dtype) for x in (x1, x2))
+    a, b = torch.broadcast_tensors(*pair)
+    return (unit(a) * unit(b)).sum(dim)
 
 
 def _instance_norm(
