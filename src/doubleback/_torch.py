@@ -251,7 +251,7 @@ NAMES: dict[str, tuple[str, str]] = {
     # ----------------------------------------------------------- Inductor (slow to import)
     "top_saved_tensors_hooks": (
         "torch._C._autograd:_top_saved_tensors_default_hooks",
-        "whether a caller's hooks (a checkpoint's) would see what is saved on traced tensors",
+        "whether a caller's hooks (a checkpoint's) would see what is saved",
     ),
     "TracingContext": (
         "torch._guards:TracingContext",

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from . import _torch
 from ._torch import next_node, peek_interpreter_stack
 from .capture import (
     PATIENCE,
@@ -142,6 +143,12 @@ def as_written(net: nn.Module, way: Way) -> AbstractContextManager:
 def is_compiled(net: nn.Module) -> bool:
     """Whether it is what `torch.compile` returned, or its `compile()` was called."""
     return net._compiled_call_impl is not None or "_orig_mod" in net._modules
+
+
+def watches_saved() -> bool:
+    """Whether hooks of a caller's see what autograd saves: a checkpoint's, which runs the call once
+    more and wants it to save the same, so that both have to go one way."""
+    return _torch.top_saved_tensors_hooks(True) is not None
 
 
 OWN_HOOKS = (
@@ -304,7 +311,7 @@ class CapturedModule(nn.Module):
             self.compile_mode or self.strict or self.debug or self.flatten_after is None
             or self._partly_compiled or not CHOOSE
         )  # fmt: skip
-        return not particular and self._leavable
+        return not particular and self._leavable and not watches_saved()
 
     @property
     @abstractmethod

@@ -5,17 +5,24 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from . import _torch
 
 T = TypeVar("T")
+
+
+def saving_hooks_off() -> AbstractContextManager:
+    """A caller's hooks on saved tensors (a checkpoint's) are not for tensors without numbers."""
+    none = _torch.top_saved_tensors_hooks(True) is None
+    return nullcontext() if none else saved_tensors_hooks(lambda t: t, lambda t: t)
 
 
 @contextmanager

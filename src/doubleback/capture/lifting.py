@@ -43,7 +43,7 @@ from .._torch import (
     special_op_to_preserve_cia,
 )
 from ..errors import CaptureError
-from ..graph import Graph, Meta, Node, Ref, Size, draws, leaves, shares
+from ..graph import Graph, Meta, Node, Ref, Size, draws, leaves, saving_hooks_off, shares
 from ..rules import registered, stop_gradient
 
 aten = torch.ops.aten
@@ -93,7 +93,10 @@ def lift(module: torch.fx.GraphModule, given: Sequence[Any]) -> Graph:
 
     whole, parts = _decompositions(_casts(module))
     composites = override_composite_implicit_decomp(whole)
-    with _torch.compile_lock, torch.enable_grad(), composites, _own_kernels_only():
+    with (
+        _torch.compile_lock, torch.enable_grad(), composites, _own_kernels_only(),
+        saving_hooks_off(),
+    ):  # fmt: skip
         trace = make_fx(run, parts, tracing_mode="symbolic", record_module_stack=True)
         flat = trace(*[t.detach() if isinstance(t, Tensor) else t for t in fakes])
     _drop_copies(flat.graph)

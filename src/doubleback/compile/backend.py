@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 
 from .. import _torch
 from .._torch import (
@@ -31,6 +30,7 @@ from .._torch import (
 )
 from ..capture import Surroundings, as_eager, forget, plain, teach
 from ..errors import CaptureError, InputError, StaleGraphError, let_through, warn
+from ..graph import saving_hooks_off
 from ..kernels import batched
 from ..patch import patched, supported
 from ..run import no_autocast, quiet, sound
@@ -302,7 +302,7 @@ class CompiledRegion:
                 return None
             handled = sys.exception()
             try:
-                with quiet(), _no_hooks():
+                with quiet(), saving_hooks_off():
                     made = Stages(
                         self.code, numbers, self.written, wanted, self.moving, self.inductor
                     )
@@ -778,18 +778,12 @@ class RegionBackward(torch.autograd.Function):
 # ------------------------------------------------------------------------------ surroundings
 
 
-def _no_hooks() -> Any:
-    """A caller's hooks on saved tensors (a checkpoint's) are not for tensors without numbers."""
-    none = _torch.top_saved_tensors_hooks(True) is None
-    return nullcontext() if none else saved_tensors_hooks(lambda t: t, lambda t: t)
-
-
 @contextmanager
 def _plainly() -> Iterator[None]:
     """Whatever goes wrong while a region is looked at, as a `CaptureError`."""
     handled = sys.exception()
     try:
-        with _no_hooks():
+        with saving_hooks_off():
             yield
     except CaptureError:
         raise

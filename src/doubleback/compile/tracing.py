@@ -27,6 +27,7 @@ from .. import _torch
 from .._torch import make_fx
 from ..capture import as_eager, mark
 from ..errors import CaptureError
+from ..graph import saving_hooks_off
 from ..kernels import for_compiler
 from ..patch import patched, supported
 from ..rules import drawn_in_place
@@ -149,7 +150,8 @@ def trace_whole(
         inputs.append(mode.from_tensor(torch.ones((), device=device), static_shapes=True))
     compiling = compiler == "inductor"
     table = None if compiling else {aten.bernoulli.p: drawn_in_place}
-    with _torch.compile_lock, for_compiler() if compiling else nullcontext():
+    fuse = for_compiler() if compiling else nullcontext()
+    with _torch.compile_lock, fuse, saving_hooks_off():
         flat = make_fx(run, table, tracing_mode="symbolic", _allow_non_fake_inputs=True)(*inputs)
     for i in seen["written"]:
         if required[i]:
