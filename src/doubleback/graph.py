@@ -271,6 +271,11 @@ def compile_sizes(exprs: Sequence[Any], symbols: Sequence[Any]) -> Callable[...,
     return eval(code, {"math": math, "torch": torch})
 
 
+def many(numbers: Sequence[Any]) -> bool:
+    """Whether all sizes are more than one, as is taken for granted of a symbol."""
+    return all(n > 1 for n in numbers if isinstance(n, int))
+
+
 def _renamed(names: Mapping[Any, str]) -> dict:
     """Symbols under names that are Python's and keep what is known of them."""
     import sympy

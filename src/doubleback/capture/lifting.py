@@ -499,6 +499,8 @@ class _Converter:
             part is not None and not isinstance(part, Tensor) for part in results
         ):
             raise CaptureError(f"{node.target} cannot be swept: it is control flow; {source(node)}")
+        for length in kept_by_squeeze(node):
+            self._assume_several(length)
         args, kwargs = self._translate(node.args), self._translate(node.kwargs)
         outputs = []
         for position, part in enumerate(results):
@@ -512,6 +514,11 @@ class _Converter:
                  many, source(node), _module(node))
         )  # fmt: skip
 
+    def _assume_several(self, length: Size) -> None:
+        import sympy
+
+        self.assumed[sympy.Ne(length.expr, 1)] = None
+
     def _number(self, node: torch.fx.Node, result: Any) -> None:
         """A number that the graph computes: from sizes, or off a tensor of one entry."""
         if node.target in (aten.item.default, aten._local_scalar_dense.default):
@@ -520,6 +527,21 @@ class _Converter:
             self._symbol(result, (place, "item"))
 
 
+def kept_by_squeeze(node: torch.fx.Node) -> list[Size]:
+    """Open lengths of axes that `squeeze` looks at. It was traced as if none were one, of which no
+    guard knows where numbers decide the length."""
+    if node.target not in _SQUEEZES:
+        return []
+    given: Any = node.args
+    x, *rest = given
+    shape = x.meta["val"].shape
+    dims = rest[0] if rest else range(len(shape))
+    chosen = ([dims] if isinstance(dims, int) else dims) if shape else []
+    lengths = [size(shape[i]) for i in chosen]
+    return [n for n in lengths if isinstance(n, Size)]
+
+
+_SQUEEZES = (aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
 _LIFTS = (aten.lift_fresh_copy.default, aten.lift_fresh.default)
 _ON_THE_HOST = (aten.tensor_split.tensor_indices_or_sections,)  # which read numbers there
 

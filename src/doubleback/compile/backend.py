@@ -30,12 +30,12 @@ from .._torch import (
 )
 from ..capture import Surroundings, as_eager, forget, plain, teach
 from ..errors import CaptureError, InputError, StaleGraphError, let_through, warn
-from ..graph import saving_hooks_off
+from ..graph import many, saving_hooks_off
 from ..kernels import batched
 from ..patch import patched, supported
 from ..run import no_autocast, quiet, sound
 from .loss import held_modules
-from .region import Pieces, RegionCode, depends_on, look, lost_write, many
+from .region import Pieces, RegionCode, depends_on, look, lost_write
 from .tracing import Stages
 
 NAME = "doubleback"

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from .. import _torch
 from .._torch import make_fx
-from ..capture import as_eager, mark
+from ..capture import as_eager, kept_by_squeeze, mark
 from ..errors import CaptureError
 from ..graph import saving_hooks_off
 from ..kernels import for_compiler
@@ -156,6 +156,12 @@ def trace_whole(
     for i in seen["written"]:
         if required[i]:
             raise CaptureError("it writes to a tensor that requires grad in place; clone it first")
+    for node in flat.graph.nodes:
+        if any(s.name.startswith("u") for n in kept_by_squeeze(node) for s in n.expr.free_symbols):
+            raise CaptureError(
+                "squeeze() drops an axis or not as numbers decide (how many entries a mask chooses)"
+                "; reshape keeps it"
+            )
     halves = any(
         isinstance(n.meta.get("val"), Tensor) and n.meta["val"].dtype is torch.float16
         for n in flat.graph.nodes

@@ -29,7 +29,7 @@ from .. import _torch
 from .._torch import FakeTensorMode, make_fx, pytree
 from ..counting import Operations, recording, replayed
 from ..errors import RuleError, let_through, untold
-from ..graph import Graph, Node, Size, collector_off, compile_sizes, leaves, saving_hooks_off
+from ..graph import Graph, Node, Size, collector_off, compile_sizes, leaves, many, saving_hooks_off
 from ..kernels import for_compiler
 from ..plan import Plan
 from . import inductor, straight_line
@@ -532,7 +532,7 @@ class Variant:
             symbols = [n.node._expr for n in self.numbers]
             exprs = [guard.expr for guard in self.env.guards]
             self._guards = count, compile_sizes(exprs, symbols)
-        return all(self._guards[1](*numbers))
+        return many(numbers) and all(self._guards[1](*numbers))
 
     def get(
         self,
