@@ -649,11 +649,17 @@ class CapturedModule(nn.Module):
     ) -> list[Any]:  # fmt: skip
         """Write what the network writes, and put its outputs in their order."""
         graph = site.open
+        swept = dict(zip(plan.outputs, outputs, strict=True))
+        own = len(site.outputs) - len(graph.asserted)
+        for item, message in zip(site.outputs[own:], graph.asserted, strict=True):
+            if not (swept[item] if item in swept else prelude[item]):
+                raise CaptureError(  # autograd comes to the assertion itself
+                    f"{type(self.net).__name__} asserts what is not so in this call: {message}"
+                )
         written = {v: mutated.get(place, prelude.get(v)) for place, v in graph.mutations.items()}
         write_state(graph, site.inputs, written)  # type: ignore[arg-type]
-        swept = dict(zip(plan.outputs, outputs, strict=True))
         ordered = []
-        for i, item in enumerate(site.outputs):
+        for i, item in enumerate(site.outputs[:own]):
             if i in graph.returned:
                 ordered.append(site.inputs[graph.returned[i]])
                 continue

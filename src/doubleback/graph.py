@@ -119,7 +119,9 @@ class Graph:
     assumed: what PyTorch took for granted of sizes that numbers decide, as conditions on symbols (a
     tensor that a mask chose is as long as the one it is added to);
     returned: place among `outputs` → place among `inputs`, where the network returns, or keeps as
-    an attribute, a tensor that it wrote to (`self.total += …`).
+    an attribute, a tensor that it wrote to (`self.total += …`);
+    asserted: what to say where one of the last outputs, conditions beyond the network's own, is
+    not true.
     """
 
     nodes: tuple[Node, ...]
@@ -133,6 +135,7 @@ class Graph:
     symbols: Mapping[Any, tuple] = field(default_factory=dict)
     returned: Mapping[int, int] = field(default_factory=dict)
     assumed: tuple[Any, ...] = ()
+    asserted: tuple[str, ...] = ()
 
     def shape(self, value: int) -> tuple[int, ...]:
         meta = self.values[value]

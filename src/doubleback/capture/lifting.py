@@ -71,6 +71,7 @@ def lift(module: torch.fx.GraphModule, given: Sequence[Any]) -> Graph:
     trained = [isinstance(t, Tensor) and t.requires_grad for t in given]
     written: list[int] = []
     returned: dict[int, int] = {}
+    asserted: list[str] = []
 
     def run(*inputs: Any) -> list[Any]:
         written.clear()
@@ -87,6 +88,8 @@ def lift(module: torch.fx.GraphModule, given: Sequence[Any]) -> Graph:
                     written.append(i)
             updates = [wrapped[i] for i in written]
             results = pytree.tree_leaves(results)
+            asserted[:] = [message for _, message in watch.asserted]
+            results += [condition for condition, _ in watch.asserted]
             places = {id(wrapped[i]): i for i in written}
             returned.update({k: places[id(t)] for k, t in enumerate(results) if id(t) in places})
             return [_torch.from_fun(t) for t in (*results, *updates)]
@@ -102,7 +105,8 @@ def lift(module: torch.fx.GraphModule, given: Sequence[Any]) -> Graph:
     _drop_copies(flat.graph)
     _join_pieces(flat.graph)
     names = [_name(n) for n in placeholders]
-    return replace(_Converter(flat, names).graph(written, marked, trained), returned=returned)
+    graph = _Converter(flat, names).graph(written, marked, trained)
+    return replace(graph, returned=returned, asserted=tuple(asserted))
 
 
 @contextmanager
@@ -226,10 +230,14 @@ class _Autograd(TorchFunctionMode):
         self.cut: dict[Any, Tensor] = {}  # by the memory of what requires grad, reached without
         self.name = ""  # of the function that was called last
         self.open: list[Any] = []  # functions in Python that are looked into
+        self.asserted: list[tuple[Tensor, str]] = []  # what has to be true, and what to say else
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         self.name = name = getattr(func, "__name__", "")
+        if name.partition(".")[0] == "_assert_async":
+            self.asserted.append((args[0], str(args[1]) if len(args) > 1 else ""))
+            return None
         tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         inputs = [t for t in tensors if t.requires_grad]
         if name in _HOOKS:
@@ -441,6 +449,8 @@ class _Converter:
         open_size = size(item)
         if isinstance(open_size, Size) and open_size.expr.is_Symbol:
             self.symbols.setdefault(open_size.expr, where)
+        if isinstance(item, torch.SymBool):  # the only entry of a tensor of truths, 0 or 1
+            self.symbols |= {s: where for s in item.node._expr.free_symbols - self.symbols.keys()}
         if isinstance(item, torch.SymInt):
             symbol, known = item.node._expr, item.node.expr
             if symbol != known and symbol.is_Symbol and symbol.name.startswith("u"):
