@@ -357,7 +357,9 @@ def teach() -> bool:
     two names it guards that they stay one, but not where one name is local and the other global: a
     module's Enum that a dictionary is looked up with. It guards no function or class that is looked
     for in a set or dictionary and not called. Of a `random.Random` it keeps the numbers that it
-    draws while it reads."""
+    draws while it reads. Of a dictionary that becomes a list or is copied it guards how long it
+    is, not which keys come in which order. It guards nothing that functions of the standard library
+    read, `os.getenv` from the environment."""
     if _taught:
         return False
     _taught.append(True)
@@ -379,6 +381,25 @@ def teach() -> bool:
         return isinstance(self.original_source(), _torch.ConstDictKeySource) and unguarded(self)
 
     setattr(lazy, name, is_a_key)
+    guard_keys = _torch.ConstDictVariable.install_dict_keys_match_guard
+
+    def guard_keys_in_order(self: Any) -> None:
+        guard_keys(self)
+        if self.source:
+            tracer = _torch.InstructionTranslator.current_tx()
+            tracer.output.guard_on_key_order.add(self.source)
+
+    _torch.ConstDictVariable.install_dict_keys_match_guard = guard_keys_in_order
+    call_list = _torch.ListVariable.call_method
+
+    def call_guarded(self: Any, tracer: Any, name: str, args: list, kwargs: dict) -> Any:
+        if name == "extend" and args and isinstance(args[0], _torch.ConstDictVariable):
+            args[0].install_dict_keys_match_guard()
+        return call_list(self, tracer, name, args, kwargs)
+
+    _torch.ListVariable.call_method = call_guarded
+    of_the_library = _torch.symbolic_convert.is_stdlib
+    _torch.symbolic_convert.is_stdlib = lambda module: module is not os and of_the_library(module)
     _torch.RandomVariable.is_supported_random_obj = staticmethod(lambda _: False)
     return True
 
