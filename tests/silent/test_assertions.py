@@ -56,6 +56,7 @@ class OfNumbers(Asserting):
         return self.first(x)
 
 
+@pytest.mark.filterwarnings("ignore::doubleback.CaptureWarning")  # OfNumbers before torch 2.13
 @pytest.mark.parametrize("how", ["backward", "accumulate"])
 @pytest.mark.parametrize("kind", [OfHidden, OfLabels, OfWeights, OfNumbers])
 def test_what_is_asserted(kind, how):
