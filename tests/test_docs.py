@@ -43,8 +43,12 @@ def test_examples_run(page, tmp_path, monkeypatch):
             pytest.skip("speaks of torch 2.13")
         path = tmp_path / "errors.py"  # TorchDynamo reads sources
         path.write_text("".join(match[1] for match in BLOCK.finditer(text)), encoding="utf-8")
-        quiet = "import runpy, warnings; warnings.simplefilter('ignore'); "
-        return run_fresh(f"{quiet}runpy.run_path({str(path)!r})")
+        # graphs on disk may be those of a process that was mended
+        return run_fresh(
+            "import os, runpy, warnings; warnings.simplefilter('ignore'); "
+            f"os.environ['TORCHINDUCTOR_CACHE_DIR'] = {str(tmp_path)!r}; "
+            f"runpy.run_path({str(path)!r})"
+        )
     # a module that can be found by its name, as a user's own: TorchDynamo looks functions up there
     module = types.ModuleType(f"page_{page.stem.replace('-', '_')}")
     monkeypatch.setitem(sys.modules, module.__name__, module)

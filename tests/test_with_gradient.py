@@ -187,6 +187,25 @@ def test_paths_into_arguments_and_results(kind):
         assert set(out) == {"a", "b"}
 
 
+def test_the_name_of_all_arguments_is_no_argument_s():
+    """wrt=(0, "data") is a path, also where forward takes *data."""
+
+    class Module(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = dense(1)
+
+        def forward(self, *data, **more):
+            return self.body(data[0]["data"]) + data[0]["beside"]
+
+    data = {key: torch.randn(5, 4, dtype=torch.float64) for key in ("data", "beside")}
+    net = Module().double()
+    _, gradient = db.WithGradient(net, wrt=(0, "data"), strict=True)(data)
+    x = data["data"].clone().requires_grad_()
+    wanted = torch.autograd.grad(net({**data, "data": x}).sum(), x)[0]
+    torch.testing.assert_close(gradient, wanted)
+
+
 def test_a_method_may_call_itself_what_it_likes():
     class Module(nn.Module):
         def __init__(me):

@@ -240,6 +240,22 @@ NAMES: dict[str, tuple[str, str]] = {
         "torch._dynamo.variables.lazy:LazyVariableTracker",
         "what a dictionary may be looked up with although Dynamo has not looked at it",
     ),
+    "ConstDictVariable": (
+        "torch._dynamo.variables.dicts:ConstDictVariable",
+        "Dynamo's idea of a dictionary, whose keys it may leave unguarded",
+    ),
+    "ListVariable": (
+        "torch._dynamo.variables.lists:ListVariable",
+        "Dynamo's idea of a list, which takes a dictionary's keys without a guard",
+    ),
+    "InstructionTranslator": (
+        "torch._dynamo.symbolic_convert:InstructionTranslator",
+        "where Dynamo notes of which dictionaries it guards the order of the keys",
+    ),
+    "symbolic_convert": (
+        "torch._dynamo.symbolic_convert",
+        "which modules it takes to be constant",
+    ),
     "ConstDictKeySource": (
         "torch._dynamo.source:ConstDictKeySource",
         "a key of a dictionary that is there, which is guarded with it",
@@ -287,7 +303,7 @@ NAMES: dict[str, tuple[str, str]] = {
     # ----------------------------------------------------------- Inductor (slow to import)
     "top_saved_tensors_hooks": (
         "torch._C._autograd:_top_saved_tensors_default_hooks",
-        "whether a caller's hooks (a checkpoint's) would see what is saved on traced tensors",
+        "whether a caller's hooks (a checkpoint's) would see what is saved",
     ),
     "TracingContext": (
         "torch._guards:TracingContext",

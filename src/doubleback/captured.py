@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from . import _torch
 from ._torch import next_node, peek_interpreter_stack
 from .capture import (
     PATIENCE,
@@ -143,6 +144,12 @@ def as_written(net: nn.Module, way: Way) -> AbstractContextManager:
 def is_compiled(net: nn.Module) -> bool:
     """Whether it is what `torch.compile` returned, or its `compile()` was called."""
     return net._compiled_call_impl is not None or "_orig_mod" in net._modules
+
+
+def watches_saved() -> bool:
+    """Whether hooks of a caller's see what autograd saves: a checkpoint's, which runs the call once
+    more and wants it to save the same, so that both have to go one way."""
+    return _torch.top_saved_tensors_hooks(True) is not None
 
 
 OWN_HOOKS = (
@@ -305,7 +312,7 @@ class CapturedModule(nn.Module):
             self.compile_mode or self.strict or self.debug or self.flatten_after is None
             or self._partly_compiled or not CHOOSE
         )  # fmt: skip
-        return not particular and self._leavable
+        return not particular and self._leavable and not watches_saved()
 
     @property
     @abstractmethod
@@ -643,11 +650,17 @@ class CapturedModule(nn.Module):
     ) -> list[Any]:  # fmt: skip
         """Write what the network writes, and put its outputs in their order."""
         graph = site.open
+        swept = dict(zip(plan.outputs, outputs, strict=True))
+        own = len(site.outputs) - len(graph.asserted)
+        for item, message in zip(site.outputs[own:], graph.asserted, strict=True):
+            if not (swept[item] if item in swept else prelude[item]):
+                raise CaptureError(  # autograd comes to the assertion itself
+                    f"{type(self.net).__name__} asserts what is not so in this call: {message}"
+                )
         written = {v: mutated.get(place, prelude.get(v)) for place, v in graph.mutations.items()}
         write_state(graph, site.inputs, written)  # type: ignore[arg-type]
-        swept = dict(zip(plan.outputs, outputs, strict=True))
         ordered = []
-        for i, item in enumerate(site.outputs):
+        for i, item in enumerate(site.outputs[:own]):
             if i in graph.returned:
                 ordered.append(site.inputs[graph.returned[i]])
                 continue

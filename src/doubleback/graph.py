@@ -5,17 +5,24 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from . import _torch
 
 T = TypeVar("T")
+
+
+def saving_hooks_off() -> AbstractContextManager:
+    """A caller's hooks on saved tensors (a checkpoint's) are not for tensors without numbers."""
+    none = _torch.top_saved_tensors_hooks(True) is None
+    return nullcontext() if none else saved_tensors_hooks(lambda t: t, lambda t: t)
 
 
 @contextmanager
@@ -112,7 +119,9 @@ class Graph:
     assumed: what PyTorch took for granted of sizes that numbers decide, as conditions on symbols (a
     tensor that a mask chose is as long as the one it is added to);
     returned: place among `outputs` → place among `inputs`, where the network returns, or keeps as
-    an attribute, a tensor that it wrote to (`self.total += …`).
+    an attribute, a tensor that it wrote to (`self.total += …`);
+    asserted: what to say where one of the last outputs, conditions beyond the network's own, is
+    not true.
     """
 
     nodes: tuple[Node, ...]
@@ -126,6 +135,7 @@ class Graph:
     symbols: Mapping[Any, tuple] = field(default_factory=dict)
     returned: Mapping[int, int] = field(default_factory=dict)
     assumed: tuple[Any, ...] = ()
+    asserted: tuple[str, ...] = ()
 
     def shape(self, value: int) -> tuple[int, ...]:
         meta = self.values[value]
@@ -262,6 +272,11 @@ def compile_sizes(exprs: Sequence[Any], symbols: Sequence[Any]) -> Callable[...,
     parts = [printer.doprint(expr.xreplace(_renamed(names))) for expr in exprs]
     code = f"lambda {', '.join(given)}: ({' '.join(p + ',' for p in parts)})"
     return eval(code, {"math": math, "torch": torch})
+
+
+def many(numbers: Sequence[Any]) -> bool:
+    """Whether all sizes are more than one, as is taken for granted of a symbol."""
+    return all(n > 1 for n in numbers if isinstance(n, int))
 
 
 def _renamed(names: Mapping[Any, str]) -> dict:

@@ -242,14 +242,15 @@ def make_plan(
     outer = [v for v in read if v not in produced and v not in penalised]
     effective = tuple(v for v in outer if v in trained)
     constants = tuple(v for v in outer if v not in trained)
-    kept = _kept(graph, steps)
+    later = [_needed_later(graph, s) for s in steps]
+    kept = {v for values in later for v in values}
     return Plan(
         graph, tuple(penalised), target, prelude, steps, effective, constants, wanted,
         swept_out, mutations, frozenset(trained), frozenset(reaching), frozenset(moving),
         varying_seed and target in active, frozenset(kept),
         _drops([s.node.inputs + s.node.outputs for s in steps], keep=kept | pinned),
         _drops([s.node.inputs + s.node.outputs for s in steps], keep={target}),
-        _drops([_read_values(s) for s in reversed(steps)], keep=set()),
+        _drops(later[::-1], keep=set()),
         find_renewals(graph, steps, target) if recompute else {},
         *_layouts(graph, steps, penalised, outer),
     )  # fmt: skip
@@ -387,17 +388,12 @@ def _read_values(step: Step) -> tuple[int, ...]:
     return tuple(values)
 
 
-def _kept(graph: Graph, steps: Sequence[Step]) -> set[int]:
-    """Values that a derivative will read after the forward sweep."""
-    kept: set[int] = set()
-    for step in steps:
-        kept.update(_read_values(step))
-        if step.differentiated:  # indices and masks
-            for v in step.node.inputs:
-                meta = graph.values[v]
-                if meta is not None and not meta.differentiable:
-                    kept.add(v)
-    return kept
+def _needed_later(graph: Graph, step: Step) -> tuple[int, ...]:
+    """Values that its derivatives will need after the forward sweep: those they read, and the
+    indices and masks by which the operator itself runs in the other sweeps."""
+    metas = ((v, graph.values[v]) for v in step.node.inputs if step.differentiated)
+    fixed = [v for v, meta in metas if meta is not None and not meta.differentiable]
+    return (*_read_values(step), *fixed)
 
 
 def _drops(uses: Sequence[Sequence[int]], keep: set[int]) -> tuple[tuple[int, ...], ...]:

@@ -8,12 +8,14 @@ import warnings
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.flop_counter import FlopCounterMode
 
 import doubleback as db
 from doubleback.run import flattening
+from support.stock import numbers, pair, same_training
 from support.zoo import double
 
 
@@ -297,3 +299,35 @@ def test_a_capture_that_fails_logs_nothing(caplog):
             model(torch.randn(2, 4, 6).float(), torch.tensor([0, 1]))
     assert not [r for r in caplog.records if "fake_tensor" in r.name]
     assert log.level == before
+
+
+class Attending(nn.Module):
+    """Attention over a graph's edges. One rule reads the edges' ends in the last sweep, where
+    another operator is going to need them again."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.score, self.last = nn.Linear(5, 6), nn.Linear(12, 1), nn.Linear(6, 1)
+
+    def forward(self, x, edges):
+        start, end = edges[0], edges[1]
+        h = self.first(x)
+        score = F.leaky_relu(self.score(torch.cat([h[start], h[end]], 1)), 0.2).squeeze(1)
+        most = torch.full((len(x),), -1e9, dtype=x.dtype).scatter_reduce(0, end, score, "amax")
+        weight = (score - most[end]).exp()
+        total = torch.zeros(len(x), dtype=x.dtype).scatter_add(0, end, weight)
+        rows = h[start] * (weight / (total[end] + 1e-9)).unsqueeze(1)
+        return self.last(F.elu(torch.zeros_like(h).index_add(0, end, rows)))
+
+
+@pytest.mark.parametrize("how", ["backward", "accumulate"])
+@pytest.mark.parametrize("growing", [0, 1])
+def test_indices_that_two_operators_share(how, growing):
+    def batch(i):
+        rows = 6 + growing * i
+        edges = torch.randint(0, rows, (2, 3 * rows), generator=torch.Generator().manual_seed(i))
+        return numbers(i, rows, 5), edges
+
+    torch.manual_seed(1)
+    model, twin = pair(Attending(), strict=True)
+    same_training(model, twin, how=how, batch=batch, steps=5)

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import doubleback as db
+from doubleback.capture import lifting
 from support.stock import assert_close, assert_same_state, numbers, pair, same_training
 
 
@@ -104,6 +105,30 @@ def test_a_hidden_layer_is_written_to(kind, how):
     torch.manual_seed(1)
     model, twin = pair(kind())
     same_training(model, twin, how=how)
+
+
+class Cosine(Written):
+    """`cosine_similarity` raises norms below eps to eps, in C++ and behind autograd's back."""
+
+    def forward(self, x):
+        h = self.first(x)
+        far = F.cosine_similarity(h, self.last.weight, eps=0.5)
+        return (far + h[:, 0] * F.cosine_similarity(h, self.last.weight, eps=3.0)).unsqueeze(1)
+
+
+@pytest.mark.parametrize("how", ["backward", "accumulate"])
+def test_small_norms_are_raised(how):
+    torch.manual_seed(1)
+    model, twin = pair(Cosine(), strict=True)
+    same_training(model, twin, how=how)
+
+
+def test_a_function_that_writes_within_is_refused(monkeypatch):
+    table = lifting.decompositions
+    left = lambda: {op: fn for op, fn in table().items() if "cosine" not in str(op)}  # noqa: E731
+    monkeypatch.setattr(lifting, "decompositions", left)
+    with pytest.raises(db.CaptureError, match="cosine_similarity changes a tensor of shape"):
+        db.WithGradient(Cosine(), strict=True)(torch.randn(4, 5))
 
 
 SAME = {  # calls of which eager returns their input, or a view of it, although no schema says so

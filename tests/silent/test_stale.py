@@ -6,6 +6,7 @@ from __future__ import annotations
 import collections
 import enum
 import functools
+import os
 import types
 import warnings
 
@@ -266,6 +267,48 @@ class ClassAttribute(Scaled):
         type(self).alpha = value
 
 
+class KeysAsAList(Scaled):
+    """A dictionary's keys are what counts."""
+
+    def begin(self):
+        self.weights = {1.0: "first"}
+
+    def scale(self):
+        return list(self.weights)[-1]
+
+    def change(self, value):
+        self.weights.clear()
+        self.weights[value] = "first"
+
+
+class KeysInPlace(KeysAsAList):
+    def scale(self):
+        return [*self.weights][-1]
+
+
+class KeysOfACopy(KeysAsAList):
+    """The same keys, in another order."""
+
+    def scale(self):
+        return sum(10**-i * k for i, k in enumerate({**self.weights.copy()}))
+
+    def change(self, value):
+        self.weights = {value: 0} | dict.fromkeys((0.5, 1.0, 2.5))
+
+
+class KeysAsATuple(KeysOfACopy):
+    def scale(self):
+        return tuple(self.weights)[-1]
+
+
+class Environment(Scaled):
+    def scale(self):
+        return float(os.getenv("DOUBLEBACK_TEST_SCALE", "1.0"))
+
+    def change(self, value):
+        os.environ["DOUBLEBACK_TEST_SCALE"] = str(value)
+
+
 class ListInside(Scaled):
     """Never captured wrongly, here as a control of the test itself."""
 
@@ -282,13 +325,15 @@ class ListInside(Scaled):
 STATES = (
     Number, Float32, Float64, Enumerated, EnumeratedInSlots, EnumeratedInAFunction, FunctionInASet,
     ClassInASet, Partial, PlainObject, SlottedObject, NestedConfig, Ordered, Defaulting, InSet,
-    GlobalNumber, GlobalDictionary, GlobalArguments, GlobalBehindHelper, ClassAttribute, ListInside,
+    GlobalNumber, GlobalDictionary, GlobalArguments, GlobalBehindHelper, ClassAttribute,
+    KeysAsAList, KeysInPlace, KeysOfACopy, KeysAsATuple, Environment, ListInside,
 )  # fmt: skip
 
 
 @pytest.mark.parametrize("how", ["backward", "accumulate"])
 @pytest.mark.parametrize("kind", STATES)
-def test_numbers_that_forward_reads(kind, how):
+def test_numbers_that_forward_reads(kind, how, monkeypatch):
+    monkeypatch.setenv("DOUBLEBACK_TEST_SCALE", "1.0")  # and set back behind the test
     net = kind()
     net.change(1.0)
     model, twin = pair(net)

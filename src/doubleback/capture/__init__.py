@@ -23,7 +23,7 @@ from .dynamo import (
     trackers_off,
     turn,
 )
-from .lifting import as_eager, assigns_data, mark, stop_gradient
+from .lifting import as_eager, assigns_data, kept_by_squeeze, mark, stop_gradient
 
 __all__ = [
     "PATIENCE",
@@ -38,6 +38,7 @@ __all__ = [
     "forget",
     "hooked",
     "is_sharded",
+    "kept_by_squeeze",
     "leaving_transforms",
     "mark",
     "only_one",

@@ -212,8 +212,9 @@ def _names(net: nn.Module) -> list[str]:
 
 @lru_cache
 def _parameters(forward: Any, method: bool) -> list[str]:
-    """The names of forward's parameters, less a method's first, whatever it is called."""
-    names = list(inspect.signature(forward).parameters)
+    """The names of what forward takes by position, less a method's first, whatever it is called."""
+    parameters = inspect.signature(forward).parameters.values()
+    names = [p.name for p in parameters if p.kind <= p.POSITIONAL_OR_KEYWORD]
     return names[1:] if method else names
 
 

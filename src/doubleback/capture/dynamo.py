@@ -353,15 +353,26 @@ _taught: list[bool] = []
 
 
 def teach() -> bool:
-    """Teach Dynamo, once, what it gets wrong; whether it had not been taught. Of one object under
-    two names it guards that they stay one, but not where one name is local and the other global: a
-    module's Enum that a dictionary is looked up with. It guards no function or class that is looked
-    for in a set or dictionary and not called. Of a `random.Random` it keeps the numbers that it
-    draws while it reads. Tangents of views are remembered as smaller than they are. Nobody looks
-    again at whether a tensor that is given is a leaf."""
+    """Teach Dynamo, once, what it gets wrong; whether it had not been taught."""
     if _taught:
         return False
     _taught.append(True)
+    _guard_one_object()
+    _guard_keys()
+    _guard_order()
+    _guard_leaves()
+    # it guards nothing that functions of the standard library read, `os.getenv` of the environment
+    of_the_library = _torch.symbolic_convert.is_stdlib
+    _torch.symbolic_convert.is_stdlib = lambda module: module is not os and of_the_library(module)
+    # of a `random.Random` it keeps the numbers that it draws while it reads
+    _torch.RandomVariable.is_supported_random_obj = staticmethod(lambda _: False)
+    _forget_tangents_of_views()
+    return True
+
+
+def _guard_one_object() -> None:
+    """Of one object under two names it guards that they stay one, but not where one name is local
+    and the other global: a module's Enum that a dictionary is looked up with."""
     original = _torch.dynamo_builder.make_dupe_guard
 
     def make_dupe_guard(source: Any, other: Any) -> Any:
@@ -371,6 +382,10 @@ def teach() -> bool:
         return guard
 
     _torch.dynamo_builder.make_dupe_guard = make_dupe_guard
+
+
+def _guard_keys() -> None:
+    """It guards no function or class that is looked for in a set or dictionary and not called."""
     lazy = _torch.LazyVariableTracker
     name = "is_hashable" if _torch.before(2, 13) else "is_hashable_lazy"
     unguarded = getattr(lazy, name)
@@ -380,22 +395,32 @@ def teach() -> bool:
         return isinstance(self.original_source(), _torch.ConstDictKeySource) and unguarded(self)
 
     setattr(lazy, name, is_a_key)
-    _torch.RandomVariable.is_supported_random_obj = staticmethod(lambda _: False)
-    mode: Any = _torch.FakeTensorMode
-    validate = mode._validate_cache_key
 
-    def validate_key(self: Any, op: Any, *call: Any) -> None:
-        if op is torch.ops.aten._new_zeros_with_same_feature_meta.default:
-            raise _torch.BypassDispatchCache("its memory is larger than its sizes say")
-        validate(self, op, *call)
 
-    mode._validate_cache_key = validate_key
-    mode.cache_clear()
-    _guard_leaves()
-    return True
+def _guard_order() -> None:
+    """Of a dictionary that becomes a list or is copied it guards how long it is, not which keys
+    come in which order."""
+    guard_keys = _torch.ConstDictVariable.install_dict_keys_match_guard
+
+    def guard_keys_in_order(self: Any) -> None:
+        guard_keys(self)
+        if self.source:
+            tracer = _torch.InstructionTranslator.current_tx()
+            tracer.output.guard_on_key_order.add(self.source)
+
+    _torch.ConstDictVariable.install_dict_keys_match_guard = guard_keys_in_order
+    call_list = _torch.ListVariable.call_method
+
+    def call_guarded(self: Any, tracer: Any, name: str, args: list, kwargs: dict) -> Any:
+        if name == "extend" and args and isinstance(args[0], _torch.ConstDictVariable):
+            args[0].install_dict_keys_match_guard()
+        return call_list(self, tracer, name, args, kwargs)
+
+    _torch.ListVariable.call_method = call_guarded
 
 
 def _guard_leaves() -> None:
+    """Nobody looks again at whether a tensor that is given is a leaf."""
     variable: Any = _torch.TensorVariable
     original = variable.method_attr_grad_fn
 
@@ -414,6 +439,20 @@ def _guard_leaves() -> None:
 
     variable.method_attr_is_leaf = method_attr_is_leaf
     variable.method_attr_grad_fn = method_attr_grad_fn
+
+
+def _forget_tangents_of_views() -> None:
+    """Tangents of views are remembered as smaller than they are."""
+    mode: Any = _torch.FakeTensorMode
+    validate = mode._validate_cache_key
+
+    def validate_key(self: Any, op: Any, *call: Any) -> None:
+        if op is torch.ops.aten._new_zeros_with_same_feature_meta.default:
+            raise _torch.BypassDispatchCache("its memory is larger than its sizes say")
+        validate(self, op, *call)
+
+    mode._validate_cache_key = validate_key
+    mode.cache_clear()
 
 
 class _Escape(Exception):

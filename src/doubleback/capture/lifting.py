@@ -43,7 +43,7 @@ from .._torch import (
     special_op_to_preserve_cia,
 )
 from ..errors import CaptureError
-from ..graph import Graph, Meta, Node, Ref, Size, draws, leaves, shares
+from ..graph import Graph, Meta, Node, Ref, Size, draws, leaves, saving_hooks_off, shares
 from ..rules import registered, stop_gradient
 
 aten = torch.ops.aten
@@ -71,6 +71,7 @@ def lift(module: torch.fx.GraphModule, given: Sequence[Any]) -> Graph:
     trained = [isinstance(t, Tensor) and t.requires_grad for t in given]
     written: list[int] = []
     returned: dict[int, int] = {}
+    asserted: list[str] = []
 
     def run(*inputs: Any) -> list[Any]:
         written.clear()
@@ -87,19 +88,25 @@ def lift(module: torch.fx.GraphModule, given: Sequence[Any]) -> Graph:
                     written.append(i)
             updates = [wrapped[i] for i in written]
             results = pytree.tree_leaves(results)
+            asserted[:] = [message for _, message in watch.asserted]
+            results += [condition for condition, _ in watch.asserted]
             places = {id(wrapped[i]): i for i in written}
             returned.update({k: places[id(t)] for k, t in enumerate(results) if id(t) in places})
             return [_torch.from_fun(t) for t in (*results, *updates)]
 
     whole, parts = _decompositions(_casts(module))
     composites = override_composite_implicit_decomp(whole)
-    with _torch.compile_lock, torch.enable_grad(), composites, _own_kernels_only():
+    with (
+        _torch.compile_lock, torch.enable_grad(), composites, _own_kernels_only(),
+        saving_hooks_off(),
+    ):  # fmt: skip
         trace = make_fx(run, parts, tracing_mode="symbolic", record_module_stack=True)
         flat = trace(*[t.detach() if isinstance(t, Tensor) else t for t in fakes])
     _drop_copies(flat.graph)
     _join_pieces(flat.graph)
     names = [_name(n) for n in placeholders]
-    return replace(_Converter(flat, names).graph(written, marked, trained), returned=returned)
+    graph = _Converter(flat, names).graph(written, marked, trained)
+    return replace(graph, returned=returned, asserted=tuple(asserted))
 
 
 @contextmanager
@@ -223,10 +230,14 @@ class _Autograd(TorchFunctionMode):
         self.cut: dict[Any, Tensor] = {}  # by the memory of what requires grad, reached without
         self.name = ""  # of the function that was called last
         self.open: list[Any] = []  # functions in Python that are looked into
+        self.asserted: list[tuple[Tensor, str]] = []  # what has to be true, and what to say else
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         self.name = name = getattr(func, "__name__", "")
+        if name.partition(".")[0] == "_assert_async":
+            self.asserted.append((args[0], str(args[1]) if len(args) > 1 else ""))
+            return None
         tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         inputs = [t for t in tensors if t.requires_grad]
         if name in _HOOKS:
@@ -296,7 +307,10 @@ def _no(*_: Any) -> bool:
 
 class _Checks(TorchDispatchMode):
     """Linear algebra that raises where a matrix is singular: PyTorch computes, then checks a code,
-    which no functional program can hold. The computing operator is told to check it instead."""
+    which no functional program can hold. The computing operator is told to check it instead.
+
+    And what `_Autograd` does not see of a function in C++: that it switches autograd off and writes
+    in place. Such an operator needs an entry among the decompositions."""
 
     def __init__(self, watch: _Autograd) -> None:
         super().__init__()
@@ -307,10 +321,21 @@ class _Checks(TorchDispatchMode):
             return None
         kwargs = dict(kwargs or {})
         names = [argument.name for argument in func._schema.arguments]
+        if func._schema.is_mutable and not torch.is_grad_enabled():
+            self._refuse_hidden(func, args)
         if "check_errors" in names and not self.watch.name.endswith("_ex"):
             args = args[: names.index("check_errors")]
             kwargs["check_errors"] = True
         return func(*args, **kwargs)
+
+    def _refuse_hidden(self, func: Any, args: Any) -> None:
+        for argument, t in zip(func._schema.arguments, args, strict=False):
+            written = argument.alias_info is not None and argument.alias_info.is_write
+            if written and isinstance(t, Tensor) and t.requires_grad:
+                raise CaptureError(
+                    f"{self.watch.name} changes a tensor of shape {tuple(t.shape)} behind "
+                    f"autograd's back ({func} under no_grad)"
+                )
 
 
 _HOOKS = ("register_hook", "register_post_accumulate_grad_hook", "retain_grad")
@@ -424,6 +449,8 @@ class _Converter:
         open_size = size(item)
         if isinstance(open_size, Size) and open_size.expr.is_Symbol:
             self.symbols.setdefault(open_size.expr, where)
+        if isinstance(item, torch.SymBool):  # the only entry of a tensor of truths, 0 or 1
+            self.symbols |= {s: where for s in item.node._expr.free_symbols - self.symbols.keys()}
         if isinstance(item, torch.SymInt):
             symbol, known = item.node._expr, item.node.expr
             if symbol != known and symbol.is_Symbol and symbol.name.startswith("u"):
@@ -482,6 +509,8 @@ class _Converter:
             part is not None and not isinstance(part, Tensor) for part in results
         ):
             raise CaptureError(f"{node.target} cannot be swept: it is control flow; {source(node)}")
+        for length in kept_by_squeeze(node):
+            self._assume_several(length)
         args, kwargs = self._translate(node.args), self._translate(node.kwargs)
         outputs = []
         for position, part in enumerate(results):
@@ -495,6 +524,11 @@ class _Converter:
                  many, source(node), _module(node))
         )  # fmt: skip
 
+    def _assume_several(self, length: Size) -> None:
+        import sympy
+
+        self.assumed[sympy.Ne(length.expr, 1)] = None
+
     def _number(self, node: torch.fx.Node, result: Any) -> None:
         """A number that the graph computes: from sizes, or off a tensor of one entry."""
         if node.target in (aten.item.default, aten._local_scalar_dense.default):
@@ -503,6 +537,21 @@ class _Converter:
             self._symbol(result, (place, "item"))
 
 
+def kept_by_squeeze(node: torch.fx.Node) -> list[Size]:
+    """Open lengths of axes that `squeeze` looks at. It was traced as if none were one, of which no
+    guard knows where numbers decide the length."""
+    if node.target not in _SQUEEZES:
+        return []
+    given: Any = node.args
+    x, *rest = given
+    shape = x.meta["val"].shape
+    dims = rest[0] if rest else range(len(shape))
+    chosen = ([dims] if isinstance(dims, int) else dims) if shape else []
+    lengths = [size(shape[i]) for i in chosen]
+    return [n for n in lengths if isinstance(n, Size)]
+
+
+_SQUEEZES = (aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
 _LIFTS = (aten.lift_fresh_copy.default, aten.lift_fresh.default)
 _ON_THE_HOST = (aten.tensor_split.tensor_indices_or_sections,)  # which read numbers there
 
@@ -686,6 +735,7 @@ def decompositions() -> dict:
     chosen[aten.scaled_dot_product_attention.default] = _attention_products
     chosen[aten.matmul.default] = _matmul_of_heads
     chosen[aten.glu.default] = _glu
+    chosen[aten.cosine_similarity.default] = _cosine_similarity
     chosen[aten.instance_norm.default] = _instance_norm
     chosen[aten.empty.memory_format] = _filled(aten.zeros.default)
     chosen[aten.new_empty.default] = aten.new_zeros.default
@@ -781,6 +831,20 @@ def _glu(x, dim=-1):
     """GLU(a, b) = a ⊙ σ(b)."""
     a, b = x.chunk(2, dim)
     return a * torch.sigmoid(b)
+
+
+def _cosine_similarity(x1, x2, dim=1, eps=1e-8):
+    """Norms below eps are raised to it behind autograd's back: in the numbers, not in the
+    derivative."""
+
+    def unit(x):
+        norm = torch.linalg.vector_norm(x, 2, dim, True)
+        return x / torch.where(norm < eps, norm + stop_gradient(eps - norm), norm)
+
+    dtype = torch.result_type(x1, x2)
+    pair = (x if x.is_floating_point() else x.to(dtype) for x in (x1, x2))
+    a, b = torch.broadcast_tensors(*pair)
+    return (unit(a) * unit(b)).sum(dim)
 
 
 def _instance_norm(

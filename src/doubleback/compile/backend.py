@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 
 from .. import _torch
 from .._torch import (
@@ -31,12 +30,13 @@ from .._torch import (
 )
 from ..capture import Surroundings, as_eager, forget, leaving_transforms, plain, teach
 from ..errors import CaptureError, InputError, StaleGraphError, let_through, warn
+from ..graph import many, saving_hooks_off
 from ..kernels import batched
 from ..patch import patched, supported
 from ..run import no_autocast, quiet, sound
 from .functions import is_linear
 from .loss import held_modules
-from .region import Pieces, RegionCode, base_of, depends_on, look, lost_write, many, reached
+from .region import Pieces, RegionCode, base_of, depends_on, look, lost_write, reached
 from .tracing import Stages
 
 NAME = "doubleback"
@@ -318,7 +318,7 @@ class CompiledRegion:
                 return None
             handled = sys.exception()
             try:
-                with quiet(), _no_hooks():
+                with quiet(), saving_hooks_off():
                     made = Stages(
                         self.code, numbers, self.written, wanted, self.moving, self.inductor
                     )
@@ -829,18 +829,12 @@ class RegionBackward(torch.autograd.Function):
 # ------------------------------------------------------------------------------ surroundings
 
 
-def _no_hooks() -> Any:
-    """A caller's hooks on saved tensors (a checkpoint's) are not for tensors without numbers."""
-    none = _torch.top_saved_tensors_hooks(True) is None
-    return nullcontext() if none else saved_tensors_hooks(lambda t: t, lambda t: t)
-
-
 @contextmanager
 def _plainly() -> Iterator[None]:
     """Whatever goes wrong while a region is looked at, as a `CaptureError`."""
     handled = sys.exception()
     try:
-        with _no_hooks():
+        with saving_hooks_off():
             yield
     except CaptureError:
         raise

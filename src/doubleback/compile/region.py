@@ -30,7 +30,7 @@ from .._torch import (
 )
 from ..capture import assigns_data, leaving_transforms
 from ..errors import CaptureError
-from ..graph import compile_sizes
+from ..graph import compile_sizes, many
 from .functions import APPLY, COND, THROUGH, obstacle, on_functions
 
 # ----------------------------------------------------------------------------------- random numbers
@@ -486,11 +486,6 @@ class Stand:
         if self._guards[0] != count:
             self._guards = count, compile_sizes([g.expr for g in self.env.guards], self.symbols)
         return many(numbers) and all(self._guards[1](*numbers))
-
-
-def many(numbers: Sequence[Any]) -> bool:
-    """Whether all sizes are more than one, as is taken for granted of a symbol."""
-    return all(n > 1 for n in numbers if isinstance(n, int))
 
 
 # ------------------------------------------------------------------------- what it is like

@@ -25,8 +25,9 @@ from torch import Tensor
 
 from .. import _torch
 from .._torch import make_fx
-from ..capture import as_eager, mark
+from ..capture import as_eager, kept_by_squeeze, mark
 from ..errors import CaptureError
+from ..graph import saving_hooks_off
 from ..kernels import for_compiler
 from ..patch import patched, supported
 from ..rules import drawn_in_place
@@ -150,11 +151,18 @@ def trace_whole(
         inputs.append(mode.from_tensor(torch.ones((), device=device), static_shapes=True))
     compiling = compiler == "inductor"
     table = None if compiling else {aten.bernoulli.p: drawn_in_place}
-    with _torch.compile_lock, for_compiler() if compiling else nullcontext():
+    fuse = for_compiler() if compiling else nullcontext()
+    with _torch.compile_lock, fuse, saving_hooks_off():
         flat = make_fx(run, table, tracing_mode="symbolic", _allow_non_fake_inputs=True)(*inputs)
     for i in seen["written"]:
         if required[i]:
             raise CaptureError("it writes to a tensor that requires grad in place; clone it first")
+    for node in flat.graph.nodes:
+        if any(s.name.startswith("u") for n in kept_by_squeeze(node) for s in n.expr.free_symbols):
+            raise CaptureError(
+                "squeeze() drops an axis or not as numbers decide (how many entries a mask chooses)"
+                "; reshape keeps it"
+            )
     halves = any(
         isinstance(n.meta.get("val"), Tensor) and n.meta["val"].dtype is torch.float16
         for n in flat.graph.nodes

@@ -29,7 +29,7 @@ from .. import _torch
 from .._torch import FakeTensorMode, make_fx, pytree
 from ..counting import Operations, recording, replayed
 from ..errors import RuleError, let_through, untold
-from ..graph import Graph, Node, Size, collector_off, compile_sizes, leaves
+from ..graph import Graph, Node, Size, collector_off, compile_sizes, leaves, many, saving_hooks_off
 from ..kernels import for_compiler
 from ..plan import Plan
 from . import inductor, straight_line
@@ -236,8 +236,10 @@ def flatten(
 
     context = for_compiler() if compiler else nullcontext()
     mode = "fake" if variant is None else "symbolic"
-    quietly = collector_off()
-    with _torch.compile_lock, recording() as operations, torch.no_grad(), context, quietly:
+    with (
+        _torch.compile_lock, recording() as operations, torch.no_grad(), context,
+        collector_off(), saving_hooks_off(),
+    ):  # fmt: skip
         # class weights and the like become constants of the graph, whose key knows them
         graph = None if compiler or variant is not None else _on_tape(flat, tensors)
         if graph is None:
@@ -532,7 +534,7 @@ class Variant:
             symbols = [n.node._expr for n in self.numbers]
             exprs = [guard.expr for guard in self.env.guards]
             self._guards = count, compile_sizes(exprs, symbols)
-        return all(self._guards[1](*numbers))
+        return many(numbers) and all(self._guards[1](*numbers))
 
     def get(
         self,
