@@ -272,7 +272,7 @@ def main(
             _show(report, where, "-".join(filter(None, parts)), settings)
         print(f"{time.perf_counter() - start:.0f} s")
         return 0
-    except DoublebackError as error:
+    except (DoublebackError, OSError) as error:
         print(f"examples.{name}: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
 
