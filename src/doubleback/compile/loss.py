@@ -36,7 +36,7 @@ from .._torch import (
     peek_interpreter_stack,
     pytree,
 )
-from ..capture import Surroundings, assigns_data, forget, plain, teach, turn
+from ..capture import Surroundings, assigns_data, forget, is_distributed, plain, teach, turn
 from ..errors import (
     CaptureError,
     InputError,
@@ -262,15 +262,22 @@ class Compiled:
         """Dynamo's backend: the graph is differentiated and compiled, and run by whoever calls."""
         call = _calls()[-1]
         try:
+            strange = [t for t in given if isinstance(t, Tensor) and not plain(t)]
+            for t in strange:
+                if is_distributed(t):
+                    raise InputError(
+                        f"the loss reads a distributed tensor of shape {tuple(t.shape)}, through "
+                        "which PyTorch's second derivatives are wrong without an error: layers "
+                        "split between processes are not supported"
+                    )
             _refuse_stored(module)
             loss = take_mark(module)
             if loss is None:
                 _check(None, False)
-            strange = [t for t in given if isinstance(t, Tensor) and not plain(t)]
             if strange:
                 raise CaptureError(
                     f"it meets a {type(strange[0]).__name__} of layout {strange[0].layout} "
-                    "(distributed, sparse or quantised), which cannot be traced"
+                    "(sparse or quantised), which cannot be traced"
                 )
             if assigns_data(module):
                 raise CaptureError("it assigns to a tensor's .data")
@@ -681,7 +688,7 @@ def held_modules(*holders: Any) -> list[nn.Module]:
             stack += [item.func, *item.args, *item.keywords.values()]
         elif isinstance(item, MethodType):
             stack += [item.__self__, item.__func__]
-        elif isinstance(item, FunctionType) and not item.__module__.startswith("torch"):
+        elif isinstance(item, FunctionType) and not (item.__module__ or "").startswith("torch"):
             variables = inspect.getclosurevars(item)
             stack += [*variables.nonlocals.values(), *variables.globals.values()]
             stack += item.__defaults__ or ()
