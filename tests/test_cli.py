@@ -21,8 +21,8 @@ import pytest
 import torch
 
 import doubleback as db
+from doubleback.cli import UsageError, main, shared
 from doubleback.cli import demo as demo_command
-from doubleback.cli import main, shared
 
 NETS = """
 import torch
@@ -410,6 +410,16 @@ def test_a_full_disk_loses_nothing(demo, mnist, nets, capsys, monkeypatch):
     assert _run("landscape", "their_nets:relu", *options) == 2
     told = capsys.readouterr()
     assert told.out and told.err == "doubleback: No space left on device\n"
+
+
+def test_images_without_a_split_are_split(mnist):
+    for path in mnist.glob("t10k-*"):
+        path.unlink()
+    data = shared.Images.load(f"mnist-idx:{mnist}", 0, torch.device("cpu"))
+    assert (len(data.train[1]), len(data.test[1])) == (85, 43)
+    with pytest.raises(UsageError, match="has no file train-images-idx3-ubyte"):
+        (mnist / "empty").mkdir()
+        shared.Images.load(f"mnist-idx:{mnist / 'empty'}", 0, torch.device("cpu"))
 
 
 def _cut(folder):

@@ -276,10 +276,15 @@ class Images:
         folder = Path(where)
         if not folder.is_dir():
             raise UsageError(f"--data {source}: there is no folder {folder}")
-        train, test = (_idx_pair(folder, split, device) for split in ("train", "t10k"))
-        if train[0].shape[1:] != test[0].shape[1:]:
+        there = [s for s in ("train", "t10k") if any(folder.glob(f"{s}-*-ubyte*"))]
+        pairs = [_idx_pair(folder, split, device) for split in there or ["train"]]
+        images, labels = pairs[0]
+        name = f"{images.shape[2]}×{images.shape[3]} images of {folder}"
+        if len(pairs) == 1:
+            return cls.split(images, labels, 2 * len(labels) // 3, seed, device, name)
+        if images.shape[1:] != pairs[1][0].shape[1:]:
             raise UsageError(f"--data {source}: training and test images differ in size")
-        return cls(train, test, f"{train[0].shape[2]}×{train[0].shape[3]} images of {folder}")
+        return cls(pairs[0], pairs[1], name)
 
 
 def digits() -> tuple[Tensor, Tensor]:
