@@ -8,6 +8,7 @@ import importlib
 import tomllib
 import warnings
 import weakref
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import pytest
@@ -308,6 +309,18 @@ def test_attributes_that_change(made):
 # ----------------------------------------------------------------------------- results
 
 
+@pytest.mark.parametrize("ask", [lambda t: t.is_leaf, lambda t: t.grad_fn is None])
+def test_whether_an_input_is_a_leaf(ask):
+    net = nn.Linear(4, 2)
+
+    def run(x):
+        return (2 if ask(x) else 1) * net(x).exp()
+
+    fast, x = compiled(run), torch.randn(6, 4, requires_grad=True)
+    for t in (x, 1 * x, x, 2 * x):
+        assert_same([fast(t)], [run(t)])
+
+
 @pytest.mark.parametrize("kind", ["forward", "pre", "backward", "removed"])
 def test_hooks_that_come_and_go(kind):
     net, hook = mlp(), None
@@ -491,6 +504,11 @@ def written_off_the_tape(net, x):
     return net.last(h) + k, h
 
 
+def seen_through(net, x):
+    h = net.first(x) * 1
+    return net.last(2 * h), h, h.t(), h.detach()[1:], h[:, 1:3]
+
+
 def slopes(net, x: Tensor, parameters) -> list:
     """Derivatives of first order."""
     total = sum((1 + i) * t.cos().sum() for i, t in enumerate(tensors_of(net(x))))
@@ -545,6 +563,28 @@ def test_the_caller_writes_to_a_result_that_others_are_computed_from(run):
         return run(fn, x, parameters)
 
     against_eager(Features(doubled), run=then_written)
+
+
+@pytest.mark.parametrize("run", [penalty, slopes], ids=lambda f: f.__name__)
+def test_the_caller_writes_to_a_result_that_others_are_views_and_functions_of(run):
+    """A view of it sees what is written, and passes its derivative on; what was computed does
+    not."""
+
+    def then_written(net, x, parameters):
+        seen: list[Tensor] = []
+
+        def fn(x):
+            out, h, turned, cut, part = net(x)
+            with torch.no_grad():
+                part[:, 0] = 0.25
+            seen.extend([h, turned])
+            assert not cut.requires_grad and cut._is_view() == turned._is_view()
+            part.mul_(0.5)
+            return out, h.tanh(), turned.exp(), part.sin()
+
+        return [*run(fn, x, parameters), *seen]
+
+    against_eager(Features(seen_through), run=then_written)
 
 
 def test_hooks_on_a_result_that_others_are_computed_from():
@@ -702,6 +742,45 @@ def test_cotangents_that_are_differentiated():
                 *torch.autograd.grad(loss, [along, x, *parameters], allow_unused=True)]  # fmt: skip
 
     against_eager(mlp(), run=run, calls=4)
+
+
+class Heads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.a, self.b = nn.Linear(4, 6), nn.Linear(6, 1), nn.Linear(6, 1)
+
+    def forward(self, x):
+        h = self.body(x).tanh()
+        return self.a(h), self.b(h), h[:, :2]
+
+
+def of_one_head(heads, x, order):
+    out = heads(x)[order % 2].sum()
+    if order == 0:
+        return out
+    (slope,) = torch.autograd.grad(out, x, create_graph=True)
+    if order < 3:
+        return slope.square().sum()
+    other = torch.autograd.grad(slope.sum(), x, create_graph=True)[0]
+    return other.square().sum() + slope.sum()
+
+
+def test_what_a_loss_does_not_depend_on_has_no_gradient():
+    """None, and not zero, by which an optimiser with momentum or decay would change it."""
+    net = Heads()
+    reference, fast = copy.deepcopy(net), compiled(net)
+    optimisers = [
+        torch.optim.AdamW(each.parameters(), weight_decay=0.1) for each in (net, reference)
+    ]
+    for order in (0, 1, 0, 1, 2, 0, 1, 2, 3, 3, 0):
+        x = torch.randn(6, 4, requires_grad=True)
+        for called, optimiser in zip((fast, reference), optimisers, strict=True):
+            optimiser.zero_grad()
+            of_one_head(called, x, order).backward()
+            optimiser.step()
+        grads = [[p.grad for p in each.parameters()] for each in (net, reference)]
+        assert_same(*grads)
+        assert_same(list(net.parameters()), list(reference.parameters()))
 
 
 def test_third_derivatives(made):
@@ -1008,6 +1087,19 @@ def test_second_derivatives_that_cannot_be_traced(monkeypatch):
     assert len([w for w in seen if w.category is db.CaptureWarning]) == 1
 
 
+def test_a_region_that_fails_leaves_the_transforms_it_entered():
+    net = nn.Linear(4, 2)
+
+    def tangent(x):  # which AOTAutograd fails on
+        return torch.func.jvp(net, (x[0],), (x[1],))[1].square().sum()
+
+    x = torch.randn(3, 4)
+    for _ in range(2):
+        with suppress(Exception):
+            compiled(tangent)(x)
+        assert tangent(x).requires_grad
+
+
 def test_branches_in_the_graph():
     def between(h, _):
         return torch.cond(h.sum() > 0, lambda z: z.sin(), lambda z: z.cos(), (h,))
@@ -1036,6 +1128,133 @@ def test_a_backward_that_switches_autograd_off():
     torch.testing.assert_close(torch.autograd.grad(fast(x), x)[0], 2 * (2 * x).cos())
     with pytest.raises(db.CaptureError, match=r"switches autograd off.*compiler.disable"):
         torch.autograd.grad(fast(x), x, create_graph=True)
+
+
+def backward_of(slope):
+    class Sine(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x.sin()
+
+        @staticmethod
+        def backward(ctx, g):
+            (x,) = ctx.saved_tensors
+            return slope(x, g)
+
+    return Sine.apply
+
+
+def clipped(x, g):
+    return g.clamp(-0.1, 0.1) * x.cos()
+
+
+def ignored(x, g):
+    return x.cos()
+
+
+def constant(x, g):
+    ones = torch.zeros_like(x)
+    ones.fill_(2)
+    return ones
+
+
+def shifted(x, g):
+    return g * x.cos() + 1
+
+
+def by_cases(x, g):
+    return torch.where(g > 0, g, 2 * g)
+
+
+def by_parts(x, g):
+    y = torch.zeros_like(x)
+    y[1:] = g[1:] * x[1:].cos()
+    y[:1] += 2 * g[:1]
+    return y.masked_fill(x > 0.5, 0.0)
+
+
+def summed(x, g):
+    total = 0
+    total += torch.cat([g[:2], g[2:].flip(0)])
+    return -(total + g.sum(0, keepdim=True).expand_as(x) / 3) @ torch.eye(x.shape[1])
+
+
+@pytest.mark.parametrize(
+    "slope",
+    [clipped, ignored, constant, shifted, by_cases, by_parts, summed],
+    ids=lambda f: f.__name__,
+)
+def test_backwards_that_are_not_linear_run_on_autograd(slope, made):
+    """A region's passes call them with parts of what comes in, or with zeros."""
+    weight = torch.randn(4, requires_grad=True)
+    sine, linear = backward_of(slope), slope in (by_parts, summed)
+
+    def net(x):
+        return sine(x * weight) * weight, x.exp()
+
+    fast = compiled(net)
+    with nullcontext() if linear else pytest.warns(db.CaptureWarning, match="not linear"):
+        for step in range(4):
+            x, along = torch.randn(6, 4, requires_grad=True), torch.randn(6, 4)
+            along.requires_grad_(step > 1)
+            found = []
+            for each in (net, fast):
+                y, z = each(x)
+                slopes = torch.autograd.grad([y, z], [x, weight], [along, along], create_graph=True)
+                loss = sum(g.square().sum() for g in slopes) + (step % 2) * y.square().sum()
+                found.append([loss, *torch.autograd.grad(loss, [x, weight])])
+            assert_same(found[1], found[0])
+    assert bool(made) == linear
+
+
+class Inner(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, g):
+        ctx.save_for_backward(x, g)
+        return g * x.cos()
+
+    @staticmethod
+    def backward(ctx, q):
+        x, g = ctx.saved_tensors
+        return -3 * q * g * x.sin(), q * x.cos()
+
+
+def test_a_backward_that_calls_another_function():
+    sine = backward_of(lambda x, g: Inner.apply(x, g))
+    fast = compiled(lambda x: sine(2 * x).sum())
+    x = torch.randn(3, requires_grad=True)
+    torch.testing.assert_close(torch.autograd.grad(fast(x), x)[0], 2 * (2 * x).cos())
+    with pytest.raises(db.CaptureError, match=r"calls another.*compiler.disable"):
+        torch.autograd.grad(fast(x), x, create_graph=True)
+
+
+class Pair(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x.sin() * weight, x.cos()
+
+    @staticmethod
+    def backward(ctx, g, h):
+        x, weight = ctx.saved_tensors
+        return g * x.cos() * weight - h * x.sin(), (g * x.sin()).sum(0)
+
+
+def test_a_gradient_that_is_zero_whatever_comes_in():
+    weight = torch.randn(4, requires_grad=True)
+
+    def run(fn, x):
+        slopes = torch.autograd.grad(fn(x).sum(), [x, weight], create_graph=True)
+        return [*slopes, *torch.autograd.grad(slopes[0].square().sum(), [x, weight])]
+
+    def net(x):
+        return Pair.apply(x, weight)[1]
+
+    fast = compiled(net)
+    for _ in range(3):
+        x = torch.randn(6, 4, requires_grad=True)
+        assert_same(run(fast, x), run(net, x))
 
 
 def test_an_operator_that_draws_and_does_not_say_so():

@@ -184,6 +184,19 @@ def test_laplacian_by_hessian():
         agree(step, loss, net.parameters(), torch.randn(size, 3))
 
 
+def test_forward_derivatives_at_views():
+    """PyTorch remembers their tangents as smaller than they are, and fails at the second trace."""
+    net = mlp()
+
+    def loss(x):
+        return torch.func.jvp(net, (x[0],), (x[1],))[1].square().sum()
+
+    step = compiled(loss)
+    for size in (3, 4, 5):
+        agree(step, loss, net.parameters(), torch.randn(size, 3))
+    assert step.traces == 2
+
+
 @pytest.mark.parametrize("kind", ["grad", "vjp", "jvp", "jacrev", "jacfwd"])
 def test_transforms_of_torch_func(kind):
     net = mlp()
@@ -956,6 +969,21 @@ def test_an_argument_computed_from_what_the_loss_differentiates_by(by, leaf):
     strict, tensors = compiled(loss), [*net.parameters(), source]
     agree(lambda: independent(strict), lambda: independent(loss), tensors)
     assert strict.traces == 1
+
+
+@pytest.mark.parametrize("ask", [lambda t: t.is_leaf, lambda t: t.grad_fn is None])
+def test_whether_an_argument_is_a_leaf(ask):
+    net = mlp()
+
+    def loss(x):
+        return (2 if ask(x) else 1) * net(x).square().mean()
+
+    step, x = compiled(loss, strict=False), torch.randn(4, 3)
+    close(step(x), loss(x))
+    x.requires_grad_()
+    with pytest.warns(db.CaptureWarning, match="asks whether .* a leaf"):
+        for t in (x, x * 1):
+            close(step(t), loss(t))
 
 
 @pytest.mark.parametrize("when", ["before", "after"])

@@ -25,6 +25,26 @@ NAMES: dict[str, tuple[str, str]] = {
         "torch._C._functorch:peek_interpreter_stack",
         "whether a transform of torch.func runs, which brings a level of autograd of its own",
     ),
+    "transforms_entered": (
+        "torch._C._functorch:get_dynamic_layer_stack_depth",
+        "how many transforms run: a trace that fails within some does not leave them",
+    ),
+    "leave_transforms": (
+        "torch._C._functorch:pop_dynamic_layer_stack_and_undo_to_depth",
+        "they are left then",
+    ),
+    "jvp_transforms": (
+        "torch._functorch.eager_transforms",
+        "it counts the `jvp`s among them (JVP_NESTING)",
+    ),
+    "forward_ad": (
+        "torch.autograd.forward_ad",
+        "it remembers the level of forward mode that they have entered (_current_level)",
+    ),
+    "exit_dual_level": (
+        "torch._C:_exit_dual_level",
+        "which is left, too",
+    ),
     "is_functorch_wrapped_tensor": (
         "torch._C._functorch:is_functorch_wrapped_tensor",
         "a tensor of a transform holds no memory that a kernel could read",
@@ -94,6 +114,10 @@ NAMES: dict[str, tuple[str, str]] = {
     "FakeTensorMode": (
         "torch._subclasses.fake_tensor:FakeTensorMode",
         "shapes without numbers: pricing, flattening, and the choice of attention's kernel",
+    ),
+    "BypassDispatchCache": (
+        "torch._subclasses.fake_tensor:_BypassDispatchCache",
+        "what such a tensor's operator returned is not to be remembered",
     ),
     "FakeTensor": (
         "torch._subclasses.fake_tensor:FakeTensor",
@@ -195,6 +219,18 @@ NAMES: dict[str, tuple[str, str]] = {
     "TensorifyScalarRestartAnalysis": (
         "torch._dynamo.exc:TensorifyScalarRestartAnalysis",
         "the one way for a backend to have Dynamo read a function again",
+    ),
+    "AttrSource": (
+        "torch._dynamo.source:AttrSource",
+        "whether a tensor is a leaf, where the code asks: Dynamo does not look at it again",
+    ),
+    "ConstantVariable": (
+        "torch._dynamo.variables:ConstantVariable",
+        "the answer",
+    ),
+    "install_guard": (
+        "torch._dynamo.guards:install_guard",
+        "what makes Dynamo look",
     ),
     "GlobalStateSource": (
         "torch._dynamo.source:GlobalStateSource",
@@ -417,6 +453,7 @@ NAMES: dict[str, tuple[str, str]] = {
 # What has the attribute, as a module or a class; the attribute; why it is read.
 ATTRIBUTES: tuple[tuple[str, str, str], ...] = (
     ("torch:Tensor", "_version", "whether a tensor was changed in place before backward"),
+    ("torch.autograd.forward_ad", "_current_level", "it is set back where a trace fails"),
     ("torch:Tensor", "_base", "the memory that results of a region share, as one tensor"),
     ("torch:Tensor", "_is_view", "whether there is such a one"),
     ("torch:Tensor", "_backward_hooks", "a leaf that is watched gets its gradient from autograd"),
@@ -439,6 +476,11 @@ ATTRIBUTES: tuple[tuple[str, str, str], ...] = (
     ("torch.autograd.forward_ad", "_set_fwd_grad_enabled", "keeps it on below our own node"),
     (
         "torch._subclasses.fake_tensor:FakeTensorMode",
+        "_validate_cache_key",
+        "which operators are remembered; one that must not be is",
+    ),
+    (
+        "torch._subclasses.fake_tensor:FakeTensorMode",
         "_allow_unsafe_data_ptr_access",
         "an address that a tape's tensors do not have must not become a number in its graph",
     ),
@@ -457,6 +499,7 @@ OPERATORS: dict[str, str] = {
     "_fused_sdp_choice": "which kernel of attention PyTorch would choose",
     "_linalg_check_errors": "what raises for a singular matrix, after the operator that computes",
     "_local_scalar_dense": "`item()`, which a captured graph must not hold",
+    "_new_zeros_with_same_feature_meta": "tangents that are zero, in as much memory as a view's",
     "_log_softmax_backward_data": "the derivative of log softmax from its result",
     "_native_batch_norm_legit": "batch norm with the statistics of the batch",
     "_native_batch_norm_legit_functional": "the same with new running statistics as results",

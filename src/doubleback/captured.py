@@ -40,6 +40,7 @@ from .rules import Structure, find_rule
 from .run import (
     Family,
     FlattenedProgram,
+    Itself,
     Job,
     OpenProgram,
     OpenReplay,
@@ -338,7 +339,7 @@ class CapturedModule(nn.Module):
             for t in call.leaves
             if isinstance(t, Tensor)
         ]
-        return self._asked, self.net.training, torch.is_grad_enabled(), *sizes
+        return Itself(self._asked), self.net.training, torch.is_grad_enabled(), *sizes
 
     def _choose(self, site: Site) -> None:
         size = self._size(site.call)

@@ -41,6 +41,7 @@ from .run import (
     GraphedProgram,
     GraphedStep,
     GraphRefused,
+    Itself,
     Replay,
     Request,
     average,
@@ -527,7 +528,7 @@ class Penalised(CapturedModule):
         seeding = bool(asked) and any(call.asks(i) for i in self.penalty.in_seed)
         fingerprint = self.penalty.fingerprint()
         known = loss is None or loss.fingerprint() is not None
-        key = (asked, self.penalty, fingerprint, known, seeding)
+        key = (asked, Itself(self.penalty), fingerprint, known, seeding)
         varying = self.penalty.varying or seeding
 
         def make(plan: Plan, key: tuple) -> Any:

@@ -469,3 +469,28 @@ def test_the_weight_of_the_penalty():
         model.accumulate(x, y, loss="mse", weight=weight)
         for (name, t), other in zip(net.named_parameters(), twin.parameters(), strict=True):
             assert_close(t.grad, other.grad, f"step {i}, {name}")
+
+
+@dataclass
+class Slope(db.Penalty):
+    """A penalty that is equal to others, and so has no hash."""
+
+    factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+    def seed(self, out, *extra):
+        return self.factor * torch.ones_like(out)
+
+
+@pytest.mark.choice
+@pytest.mark.parametrize("sweeps", [None, True])
+def test_a_penalty_that_is_a_dataclass(sweeps):
+    net, x = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)), torch.randn(5, 4)
+    model = db.Penalised(net, Slope(), sweeps=sweeps)
+    values = []
+    for step in range(5):
+        model.penalty.factor = 1.0 + step
+        values.append(model(x)[1].item() / (1 + step) ** 2)
+    torch.testing.assert_close(values, 5 * values[:1])

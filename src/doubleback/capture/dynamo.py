@@ -28,7 +28,7 @@ import traceback
 import warnings
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from time import monotonic
 from types import FunctionType, ModuleType
 from typing import Any, ClassVar
@@ -127,7 +127,7 @@ class Capture:
                 for name, value in _SETTINGS.items():
                     box.before[name] = getattr(_torch.dynamo_config, name)
                     setattr(_torch.dynamo_config, name, value)
-                with _modes_off(box), trackers_off():
+                with leaving_transforms(), _modes_off(box), trackers_off():
                     return self._enter(net, box, args, kwargs)
             finally:
                 try:
@@ -357,7 +357,8 @@ def teach() -> bool:
     two names it guards that they stay one, but not where one name is local and the other global: a
     module's Enum that a dictionary is looked up with. It guards no function or class that is looked
     for in a set or dictionary and not called. Of a `random.Random` it keeps the numbers that it
-    draws while it reads."""
+    draws while it reads. Tangents of views are remembered as smaller than they are. Nobody looks
+    again at whether a tensor that is given is a leaf."""
     if _taught:
         return False
     _taught.append(True)
@@ -380,7 +381,39 @@ def teach() -> bool:
 
     setattr(lazy, name, is_a_key)
     _torch.RandomVariable.is_supported_random_obj = staticmethod(lambda _: False)
+    mode: Any = _torch.FakeTensorMode
+    validate = mode._validate_cache_key
+
+    def validate_key(self: Any, op: Any, *call: Any) -> None:
+        if op is torch.ops.aten._new_zeros_with_same_feature_meta.default:
+            raise _torch.BypassDispatchCache("its memory is larger than its sizes say")
+        validate(self, op, *call)
+
+    mode._validate_cache_key = validate_key
+    mode.cache_clear()
+    _guard_leaves()
     return True
+
+
+def _guard_leaves() -> None:
+    variable: Any = _torch.TensorVariable
+    original = variable.method_attr_grad_fn
+
+    def guard(tensor: Any) -> None:
+        if tensor.source is not None:
+            source = _torch.AttrSource(tensor.source, "is_leaf")
+            _torch.install_guard(source.make_guard(_torch.GuardBuilder.EQUALS_MATCH))
+
+    def method_attr_is_leaf(self: Any, tx: Any) -> Any:
+        guard(self)
+        return _torch.ConstantVariable.create(self.as_proxy().node.meta["example_value"].is_leaf)
+
+    def method_attr_grad_fn(self: Any, tx: Any) -> Any:
+        guard(self)
+        return original(self, tx)
+
+    variable.method_attr_is_leaf = method_attr_is_leaf
+    variable.method_attr_grad_fn = method_attr_grad_fn
 
 
 class _Escape(Exception):
@@ -515,6 +548,22 @@ def forget(error: BaseException) -> None:
         gc.collect()
     torch.set_grad_enabled(mode)
     _torch.set_fwd_grad_enabled(forward)
+
+
+@contextmanager
+def leaving_transforms() -> Iterator[None]:
+    """An error leaves the transforms of torch.func that were entered since. In a graph they are
+    entered and left by calls, in PyTorch's Python by `with`, which a trace does not always mind."""
+    transforms, forward = _torch.jvp_transforms, _torch.forward_ad
+    depth, jvps, level = _torch.transforms_entered(), transforms.JVP_NESTING, forward._current_level
+    try:
+        yield
+    except BaseException:
+        _torch.leave_transforms(depth)
+        with suppress(RuntimeError):  # there is one level at most
+            _torch.exit_dual_level(level=level + 1)
+        transforms.JVP_NESTING, forward._current_level = jvps, level
+        raise
 
 
 def _clear(error: BaseException) -> None:

@@ -725,8 +725,9 @@ def _pass_on(module: torch.fx.GraphModule) -> None:
     """Dropout that drops nothing is its input itself, and no copy: who writes to the one writes to
     the other."""
     for part in module.modules():
-        nodes = part.graph.nodes if isinstance(part, torch.fx.GraphModule) else ()
-        for node in [n for n in nodes if n.target in _DROPOUTS]:
+        if not isinstance(part, torch.fx.GraphModule):
+            continue
+        for node in [n for n in part.graph.nodes if n.target in _DROPOUTS]:
             given = dict(zip(("input", "p", "training"), node.args, strict=False)) | node.kwargs
             train = given.get("training", given.get("train", True))
             if train is False or given.get("p", 0.5) == 0:

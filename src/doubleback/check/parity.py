@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from .._torch import pytree
 from ..captured import Way
 from ..errors import CheckError, DoublebackError, InputError
+from ..patch import patch_report
 from ..penalised import Penalised, WithGradient, accumulate_on_autograd, on_autograd
 from ..penalties import Thinning
 
@@ -150,7 +151,8 @@ def check(
         raise InputError(f"check takes a Penalised or a WithGradient, not {type(model).__name__}")
     given = args, kwargs
     args, kwargs = _double(given)
-    by: str = "autograd"
+    patch_is_on = any(entry.state in ("replaced", "ready") for entry in patch_report())
+    by = "autograd under db.patch()" if patch_is_on else "autograd"
     way: Way = "stock"
     try:
         theirs = _by_oracle(model, args, kwargs, seed, way)

@@ -29,13 +29,14 @@ from .._torch import (
     get_current_graph_task_keep_graph,
     will_engine_execute_node,
 )
-from ..capture import Surroundings, as_eager, forget, plain, teach
+from ..capture import Surroundings, as_eager, forget, leaving_transforms, plain, teach
 from ..errors import CaptureError, InputError, StaleGraphError, let_through, warn
 from ..kernels import batched
 from ..patch import patched, supported
 from ..run import no_autocast, quiet, sound
+from .functions import is_linear
 from .loss import held_modules
-from .region import Pieces, RegionCode, depends_on, look, lost_write, many
+from .region import Pieces, RegionCode, base_of, depends_on, look, lost_write, many, reached
 from .tracing import Stages
 
 NAME = "doubleback"
@@ -66,6 +67,15 @@ def backend(
         raise _torch.TensorifyScalarRestartAnalysis
     as_eager(module)
     _guard_hooks()
+    with leaving_transforms():
+        return _compiled(module, inputs, compile_first, inductor)
+
+
+def _compiled(
+    module: torch.fx.GraphModule, inputs: Sequence[Any], compile_first: Callable,
+    inductor: dict[str, Any] | None,
+) -> Callable[..., Any]:  # fmt: skip
+    """The code in one region or several."""
 
     def region(module: torch.fx.GraphModule, inputs: Sequence[Any], refusal=None) -> Callable:
         if not _is_trained(inputs):
@@ -167,6 +177,7 @@ class CompiledRegion:
         self.refusal: CaptureError | None = None
         self.variants: list[Stages] = []
         self.written: tuple[int, ...] = ()
+        self.behind_results: Sequence[tuple[frozenset[int], frozenset[int]]] = ()
         self._patched = False
         self._draw: Callable[..., Sequence[Tensor]] | None = None
         self._lock = threading.RLock()
@@ -199,6 +210,10 @@ class CompiledRegion:
     def _look(self) -> None:
         """What the region draws; raises where it cannot be drawn beforehand."""
         code = self.code
+        if not is_linear(code.module):
+            raise CaptureError(
+                "the backward of an autograd.Function is not linear in the gradient that comes in"
+            )
         if code.branches:
             raise CaptureError("torch.cond has no second derivative in a graph")
         mode = next((t.fake_mode for t in code.examples if isinstance(t, _torch.FakeTensor)), None)
@@ -210,6 +225,7 @@ class CompiledRegion:
         ]
         with mode, _plainly():
             self._layout = look(code, self._examples, None)
+            self.behind_results = self._layout.behind_results
             self._drawn_examples = [d.make(*d.sizes) for d in code.draws]
 
     def _look_at_writes(self, info: Sequence[Any]) -> None:
@@ -342,22 +358,22 @@ class CompiledRegion:
 
     def replay_second(
         self, held: Held, outputs_of: Callable[[Sequence[Any]], Sequence[Any]],
-        along: Sequence[Tensor], wanted: Sequence[int], across: Sequence[Tensor | None],
+        along: Sequence[Tensor | None], wanted: Sequence[int], across: Sequence[Tensor | None],
         create_graph: bool,
     ) -> tuple[dict[int, Tensor | None], list[Tensor | None]]:  # fmt: skip
         """The derivatives of those gradients along `across`: by inputs, and by `along`."""
         with torch.enable_grad(), _patch():
             inputs, names = self._again(held)
             # other names, so that the way stops here
-            along = [t.view_as(t) if t.requires_grad else t for t in along]
+            along = [t.view_as(t) if t is not None and t.requires_grad else t for t in along]
             ends = outputs_of(self._run_again(inputs))
             grads = _gradients(ends, [names[i] for i in wanted], along, True)
-            moving = [t for t in along if t.requires_grad]
+            moving = [t for t in along if t is not None and t.requires_grad]
             gradients = _gradients(grads, [*names.values(), *moving], across, create_graph)
             by_along = iter(gradients[len(names) :])
             return (
                 dict(zip(names, gradients, strict=False)),
-                [next(by_along) if t.requires_grad else None for t in along],
+                [next(by_along) if _moves(t) else None for t in along],
             )
 
     def _again(self, held: Held) -> tuple[list[Any], dict[int, Tensor]]:
@@ -431,6 +447,10 @@ def _gradients(
     return list(gradients)
 
 
+def _moves(t: Any) -> bool:
+    return isinstance(t, Tensor) and t.requires_grad
+
+
 def _generators() -> list[Tensor]:
     states = [torch.get_rng_state()]
     if torch.cuda.is_available() and torch.cuda.is_initialized():
@@ -492,37 +512,52 @@ def _watch(function: Any, region: CompiledRegion) -> None:
     metadata = function.metadata
     mutated = metadata.num_mutated_inp_runtime_indices
 
+    # of what the function returns: which result of the region it is, and whether its base
+    places: list[tuple[int, bool] | None] = [None] * mutated
+    bases: dict[int, tuple[int, bool]] = {}
+    for i, info in enumerate(metadata.output_info):
+        kind = info.output_type.name
+        if kind.startswith("alias_of_intermediate") and "user_output" not in kind:
+            bases[info.base_idx] = i, True
+        direct = kind in ("non_alias", "unsafe_view_alias", "custom_function_view")
+        places.append((i, False) if direct else None)
+    places += [bases.get(i) for i in range(metadata.num_intermediate_bases)]
+    all_inputs = frozenset(range(len(region.code.examples)))
+    behind = region.behind_results or [(all_inputs, all_inputs)] * len(metadata.output_info)
+    sets = [all_inputs if at is None else behind[at[0]][at[1]] for at in places]
+
     def ends(results: Sequence[Any]) -> list[Any]:
         """What the function returns, from what the region does: views as the bases they are of."""
-        picked: list[Any] = [None] * mutated
-        bases: dict[int, Any] = {}
-        for result, info in zip(results, metadata.output_info, strict=True):
-            kind = info.output_type.name
-            if kind.startswith("alias_of_intermediate") and "user_output" not in kind:
-                bases[info.base_idx] = result if result._base is None else result._base
-            direct = kind in ("non_alias", "unsafe_view_alias", "custom_function_view")
-            picked.append(result if direct else None)
-        return picked + [bases.get(i) for i in range(metadata.num_intermediate_bases)]
+        pairs = [None if at is None else (results[at[0]], at[1]) for at in places]
+        return [None if p is None else base_of(p[0]) if p[1] else p[0] for p in pairs]
 
     def held_forward(ctx: Any, *inputs: Any) -> Any:
         ctx.held = Held(inputs)
         ctx.tensors = [isinstance(t, Tensor) for t in inputs]
-        return forward(ctx, *inputs)
+        outputs = forward(ctx, *inputs)
+        ctx.outputs = [_kind(t) if isinstance(t, Tensor) else None for t in outputs]
+        ctx.set_materialize_grads(False)  # it is seen which have arrived
+        return outputs
 
     def open_backward(ctx: Any, *grads: Any) -> Any:
         keep = get_current_graph_task_keep_graph()
         create_graph = torch.is_grad_enabled()
         donated = keep and function.compiled_bw is not None and metadata.bw_donated_idxs
+        boxed = len(grads) == 1 and isinstance(grads[0], list)
+        own = grads[0] if boxed else list(grads)
         if not create_graph and not donated and not batched():
-            gradients = backward(ctx, *grads)
+            after = reached(sets, own)
+            for i, kind in enumerate(ctx.outputs):
+                if own[i] is None and kind is not None and sets[i]:
+                    own[i] = _filled([None], [kind])[0]
+            gradients = backward(ctx, own) if boxed else backward(ctx, *own)
             if not keep:
                 ctx.held.free()
-            return gradients
-        if len(grads) == 1 and isinstance(grads[0], list):
-            grads = tuple(grads[0])
+            return tuple(t if i in after else None for i, t in enumerate(gradients))
+        grads = tuple(own)
         wanted = _executed(ctx, 0)
         if create_graph:
-            region.ask(wanted, any(isinstance(t, Tensor) and t.requires_grad for t in grads))
+            region.ask(wanted, any(map(_moves, grads)))
         gradients = region.replay(ctx.held, ends, grads, wanted, create_graph)
         each = dict(zip(wanted, gradients, strict=True))
         return tuple(each.get(i) for i in range(len(ctx.tensors)))
@@ -538,7 +573,8 @@ class RegionCall:
     """One call of a region by its passes.
 
     values: what is kept by name that is no tensor. waiting: of each backward pass under way, what
-    `RegionBackward` left for `RegionForward`: (values for the pass `second`, gradients of inputs).
+    `RegionBackward` left for `RegionForward`: (values for the pass `second`, gradients of inputs,
+    inputs that the pass comes to).
     """
 
     def __init__(
@@ -551,7 +587,7 @@ class RegionCall:
         self.viewed: list[int] = []  # inputs of which views are kept
         self.outputs: list[Any] = []  # sizes, dtype and device of those on the tape
         self.gradients: list[Any] = [_kind(inputs[i]) for i in stages.wanted]
-        self.waiting: dict[int, list[tuple[dict[str, Any], dict[int, Any]]]] = {}
+        self.waiting: dict[int, list[tuple[dict[str, Any], dict[int, Any], set[int]]]] = {}
 
     def keep(self, values: dict[str, Any], names: Sequence[str]) -> list[str]:
         """The names of tensors among these; what is none is kept here."""
@@ -563,11 +599,15 @@ class RegionCall:
                 self.values[name] = values[name]
         return tensors
 
-    def leave(self, values: dict[str, Any], gradients: dict[int, Any]) -> None:
-        self.waiting.setdefault(current_graph_task_id(), []).append((values, gradients))
+    def leave(self, *what: Any) -> None:
+        self.waiting.setdefault(current_graph_task_id(), []).append(what)  # type: ignore[arg-type]
 
-    def left(self) -> list[tuple[dict[str, Any], dict[int, Any]]]:
+    def left(self) -> list[tuple[dict[str, Any], dict[int, Any], set[int]]]:
         return self.waiting.pop(current_graph_task_id(), [])
+
+    def reached(self, grads: Sequence[Tensor | None]) -> frozenset[int]:
+        """Inputs behind the outputs at which these gradients arrive."""
+        return reached(self.stages.layout.behind, grads)
 
     def along(self, grads: Sequence[Tensor | None]) -> list[Tensor]:
         """Cotangents of the outputs on the tape, zeros where there are none."""
@@ -660,18 +700,19 @@ class RegionForward(torch.autograd.Function):
         if torch.is_grad_enabled():
             if any_given:
                 gradients = _differentiable(ctx, token, values, grads)
-            for _values, ready in left:
+            for _values, ready, _places in left:
                 gradients = _sum(gradients, ready)
             return None, *(gradients.get(i) for i in range(len(ctx.tensors) - 1))
         along = call.along(grads)
-        for waiting, ready in left:
+        for waiting, ready, behind in left:
             gradients = _sum(gradients, ready)
             if not waiting or stages.second is None:
                 continue
             last = along if any_given else [torch.zeros_like(t) for t in along]
             own = {**values, **waiting, **stages.dense("last", last)}
-            more = zip(stages.trained, stages.of_second_order, stages.second(own), strict=True)
-            gradients = _sum(gradients, {i: t for i, second, t in more if second or any_given})
+            places = (behind | call.reached(grads)) if any_given else behind
+            more: Any = zip(stages.trained, stages.second(own), strict=True)
+            gradients = _sum(gradients, {i: t for i, t in more if i in places})
             any_given = False  # what has come in at the outputs is in the first of them
         if any_given:
             gradients = _sum(gradients, _first(call, values, grads))
@@ -700,6 +741,8 @@ def _first(
         stages.first.run  # noqa: B018  where it is compiled now, it may ask more about sizes
     if stages.fits(call.numbers) and not batched():
         gradients = stages.first({**values, **stages.dense("only", call.along(grads))})
+        places = call.reached(grads)
+        return {i: t for i, t in zip(stages.trained, gradients, strict=True) if i in places}
     else:
         gradients = call.region.replay(
             call.held, stages.layout.outputs_of, grads, stages.trained, create_graph=False
@@ -715,14 +758,15 @@ def _differentiable(
     call: RegionCall = ctx.call
     region, stages = call.region, call.stages
     wanted = _executed(ctx, 1)
-    moving = any(t is not None and t.requires_grad for t in grads)
+    moving = any(map(_moves, grads))
     region.ask(wanted, moving)
     made = set(wanted) <= set(stages.wanted) and moving <= stages.moving
     if made and not batched():  # graphs take one cotangent each
         along = call.along(grads)
-        gradients = RegionBackward.apply(call, values, token, *along)
+        arrived = tuple(grads[i] is not None for i in stages.on_tape)
+        gradients = RegionBackward.apply(call, values, arrived, token, *along)
         gradients = dict(zip(stages.wanted, gradients, strict=True))  # type: ignore[arg-type]
-        return {i: gradients[i] for i in wanted}
+        return {i: gradients[i] for i in call.reached(grads).intersection(wanted)}
     gradients = region.replay(call.held, stages.layout.outputs_of, grads, wanted)
     return dict(zip(wanted, gradients, strict=True))
 
@@ -732,16 +776,19 @@ class RegionBackward(torch.autograd.Function):
     cotangents, and leaves the rest to `RegionForward`, which is behind it by the token."""
 
     @staticmethod
-    def forward(ctx: Any, call: RegionCall, values: dict[str, Any], token: Tensor, *along: Tensor):
+    def forward(
+        ctx: Any, call: RegionCall, values: dict[str, Any], arrived: tuple[bool, ...],
+        token: Tensor, *along: Tensor,
+    ) -> Any:  # fmt: skip
         stages = call.stages
         own = {**values, **stages.dense("along", along)}
-        ctx.call = call
+        ctx.call, ctx.arrived = call, arrived
         ctx.set_materialize_grads(False)
         ctx.count = len(along)
         gradients: Sequence[Any] = [None] * len(stages.wanted)
         if stages.backward is not None:
             gradients = stages.backward(own)
-        read = () if stages.tangent is None else stages.tangent.reads
+        read = () if stages.tangent is None else stages.tangent.needs
         names = [*stages.kept_by_backward, *(n for n in read if n in values)]
         ctx.numbers = {n: own[n] for n in names if not isinstance(own[n], Tensor)}
         ctx.names = [n for n in names if isinstance(own[n], Tensor)]
@@ -754,25 +801,29 @@ class RegionBackward(torch.autograd.Function):
         stages = call.stages
         along, saved = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
         if all(q is None for q in across):
-            return (None,) * (3 + ctx.count)
+            return (None,) * (4 + ctx.count)
         # the node of `RegionForward`, if this backward pass will come to it
         goes_on = will_engine_execute_node(ctx.next_functions[0][0])
         create_graph = torch.is_grad_enabled()
         if create_graph or batched():
+            present = [t if on else None for t, on in zip(along, ctx.arrived, strict=True)]
             by_inputs, by_along = call.region.replay_second(
-                call.held, stages.ends_of, along, stages.wanted, across, create_graph
+                call.held, stages.ends_of, present, stages.wanted, across, create_graph
             )
             if goes_on:
-                call.leave({}, by_inputs)
-            return None, None, None, *by_along
+                call.leave({}, by_inputs, set())
+            return None, None, None, None, *by_along
         values = {**call.values, **ctx.numbers, **dict(zip(ctx.names, saved, strict=True))}
         values.update(stages.dense("across", _filled(across, call.gradients)))
         by_along = [None] * ctx.count
         if stages.tangent is not None:
             by_along = stages.tangent(values)
+        inputs, outputs = stages.behind(ctx.arrived, across)
         if stages.second is not None and goes_on:
-            call.leave({n: values[n] for n in stages.second.reads if n in values}, {})
-        return None, None, None, *by_along
+            own = {n: values[n] for n in stages.second.reads if n in values}
+            call.leave(own, {}, inputs)
+        by_along = [t if k in outputs else None for k, t in enumerate(by_along)]
+        return None, None, None, None, *by_along
 
 
 # ------------------------------------------------------------------------------ surroundings

@@ -36,7 +36,16 @@ from .._torch import (
     peek_interpreter_stack,
     pytree,
 )
-from ..capture import Surroundings, assigns_data, forget, is_distributed, plain, teach, turn
+from ..capture import (
+    Surroundings,
+    assigns_data,
+    forget,
+    is_distributed,
+    leaving_transforms,
+    plain,
+    teach,
+    turn,
+)
 from ..errors import (
     CaptureError,
     InputError,
@@ -191,7 +200,8 @@ class Compiled:
         stack.append(call)
         failure, returned, handled = None, (None, None), sys.exception()
         try:
-            with turn, _torch.dynamo_config.patch(_settings(self._constants)):
+            settings = _torch.dynamo_config.patch(_settings(self._constants))
+            with turn, leaving_transforms(), settings:
                 returned = self._function((*args, *kwargs.values()))(
                     self.fn, call.args, call.kwargs, _TOOLS
                 )  # fmt: skip
@@ -234,6 +244,7 @@ class Compiled:
 
             _follow_requires_grad(_calls)
             teach()
+            _refuse_to_tell_leaves(_calls)
             optimise = _torch.dynamo_optimize(
                 receive, nopython=True, dynamic=self.dynamic, guard_fail_fn=changed
             )
@@ -367,6 +378,28 @@ def _follow_requires_grad(ours: Callable[[], Any]) -> None:
         return self
 
     variable.method_requires_grad_ = method_requires_grad_  # type: ignore[method-assign]
+
+
+@functools.cache
+def _refuse_to_tell_leaves(ours: Callable[[], Any]) -> None:
+    """A loss that asks whether a tensor that it is given is a leaf (`is_leaf`, `grad_fn`) is no
+    graph: all of them stand there as leaves."""
+    variable: Any = _torch.TensorVariable
+
+    def refusing(original: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+        def method_attr(self: Any, tx: Any) -> Any:
+            given = self.as_proxy().node.meta["example_value"]
+            trained = given.requires_grad and not isinstance(given, nn.Parameter)
+            if ours() and self.source is not None and trained:
+                raise CaptureError(
+                    "it asks whether a tensor that it is given is a leaf (is_leaf, grad_fn)"
+                )
+            return original(self, tx)
+
+        return method_attr
+
+    for name in ("method_attr_is_leaf", "method_attr_grad_fn"):
+        setattr(variable, name, refusing(getattr(variable, name)))
 
 
 def _refuse_stored(module: torch.fx.GraphModule) -> None:

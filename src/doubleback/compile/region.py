@@ -7,11 +7,7 @@ however often they run, see the same ones.
 
 from __future__ import annotations
 
-import ast
-import functools
-import linecache
 import operator
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -20,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 from .. import _torch
 from .._torch import (
@@ -31,9 +28,10 @@ from .._torch import (
     pytree,
     set_grad_enabled,
 )
-from ..capture import assigns_data
+from ..capture import assigns_data, leaving_transforms
 from ..errors import CaptureError
 from ..graph import compile_sizes
+from .functions import APPLY, COND, THROUGH, obstacle, on_functions
 
 # ----------------------------------------------------------------------------------- random numbers
 
@@ -238,7 +236,7 @@ class RegionCode:
         self.examples = [n.meta["example_value"] for n in placeholders]
         self.required = [isinstance(t, Tensor) and t.requires_grad for t in self.examples]
         self.obstacle = obstacle(self.module)
-        self.branches = any(n.target.name() == _COND for _, n in _on_functions(self.module))
+        self.branches = any(n.target.name() == COND for _, n in on_functions(self.module))
         sizes = [(i, t) for i, t in enumerate(self.examples) if isinstance(t, torch.SymInt)]
         named = {t.node.expr: i for i, t in reversed(sizes) if not t.node.expr.is_number}
         self.open = sorted(named.values())  # of each open size, where it is given first
@@ -269,7 +267,7 @@ class RegionCode:
     @contextmanager
     def as_it_was(self) -> Iterator[None]:
         """Autocast as it was when Dynamo read the code, without its cache of weights; and what the
-        code does to autograd's switch is undone."""
+        code does to autograd's switch is undone, as are transforms where it fails."""
         grad = torch.is_grad_enabled()
         cuda, cpu = (
             torch.autocast(device, dtype=dtype, enabled=on, cache_enabled=False)
@@ -278,7 +276,7 @@ class RegionCode:
             for device, on, dtype in self.autocast
         )
         try:
-            with cuda, cpu:
+            with leaving_transforms(), cuda, cpu:
                 yield
         finally:
             torch.set_grad_enabled(grad)
@@ -333,16 +331,11 @@ class _AsEager(torch.fx.Interpreter):
             if target.name() in THROUGH:
                 body, *rest = args
                 return _AsEager(body).run(*rest)
-            if target.name() == _APPLY:
+            if target.name() == APPLY:
                 forward, backward, *rest = args
                 result = _Applied.apply(forward, backward, kwargs["non_differentiable_idx"], *rest)
                 return result
         return super().call_function(target, args, kwargs)
-
-
-# Operators on whole functions that do nothing to derivatives.
-THROUGH = ("tag_activation_checkpoint", "wrap", "wrap_activation_checkpoint")
-_APPLY = "autograd_function_apply"
 
 
 class _Applied(torch.autograd.Function):
@@ -406,63 +399,6 @@ def _writes(node: torch.fx.Node, to: torch.fx.Node) -> bool:
 
 
 _IN_PLACE = {"setitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow"}
-
-_COND = "cond"  # which eager differentiates, and a trace does not
-
-
-def _on_functions(module: torch.nn.Module) -> Iterator[tuple[torch.fx.GraphModule, Any]]:
-    """Calls of operators on whole functions, and the graphs that they are in."""
-    for part in module.modules():
-        if isinstance(part, torch.fx.GraphModule):
-            for node in part.graph.nodes:
-                if isinstance(node.target, _torch.HigherOrderOperator):
-                    yield part, node
-
-
-def obstacle(module: torch.nn.Module) -> str | None:
-    """An operator on whole functions whose second derivative is not to be had, in words."""
-    for part, node in _on_functions(module):
-        name = node.target.name()
-        if name in (*THROUGH, _COND):
-            continue
-        if name != _APPLY:
-            return f"{name} has no second derivative in a graph"
-        if node.kwargs.get("dirty_idx"):
-            return "an autograd.Function writes to its input (mark_dirty)"
-        body = getattr(part, str(node.args[1].target))
-        if any(_switches(n.meta.get("stack_trace")) for n in body.graph.nodes):
-            return (
-                "the backward of an autograd.Function switches autograd off (no_grad, "
-                "once_differentiable), which TorchDynamo does not tell"
-            )
-    return None
-
-
-_SWITCHES = ("no_grad", "set_grad_enabled", "inference_mode", "once_differentiable")
-
-
-def _switches(trace: str | None) -> bool:
-    """Whether a function that stands in a stack trace speaks of autograd's switch."""
-    for file, line in re.findall(r'File "(.+?)", line (\d+)', trace or ""):
-        text = "".join(linecache.getlines(file))
-        if any(word in _function_at(text, int(line)) for word in _SWITCHES):
-            return True
-    return False
-
-
-@functools.lru_cache(maxsize=64)
-def _function_at(text: str, line: int) -> str:
-    """The innermost function around a line, decorators and all."""
-    try:
-        tree = ast.parse(text)
-    except SyntaxError:
-        return ""
-    source = ""
-    for node in ast.walk(tree):  # outer ones come first
-        if isinstance(node, ast.FunctionDef) and node.lineno <= line <= (node.end_lineno or 0):
-            first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
-            source = "\n".join(text.splitlines()[first - 1 : node.end_lineno])
-    return source
 
 
 def _copied(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
@@ -579,13 +515,16 @@ class Layout:
     """What a region does beside computing.
 
     results: in Dynamo's order; outputs: (result, whether it is its base) that the graph returns,
-    one for each piece of memory; on_tape: whether they require grad.
+    one for each piece of memory; on_tape: whether they require grad; behind: the inputs that each
+    is computed from; behind_results: those of each result, and of its base.
     numbers: sizes, strides, offsets of all views, and open results.
     """
 
     results: tuple[Result, ...]
     outputs: tuple[tuple[int, bool], ...]
     on_tape: tuple[bool, ...]
+    behind: tuple[frozenset[int], ...]
+    behind_results: tuple[tuple[frozenset[int], frozenset[int]], ...]
     numbers: tuple[Any, ...]
 
     def outputs_of(self, results: Sequence[Any]) -> list[Tensor]:
@@ -617,9 +556,42 @@ class Layout:
 def look(code: RegionCode, inputs: Sequence[Any], draws: Sequence[Tensor] | None) -> Layout:
     """Run the code on tensors without numbers. Without draws, it is noted what is drawn."""
     given = _to_write_to(code, inputs)
+    starts = nodes_of(given)
     with torch.enable_grad():
         results = code.record(*given) if draws is None else code(*given, *draws)
-    return _layout(given, results)
+    return _layout(given, results, starts)
+
+
+# A tensor from which nothing that is differentiated was computed has the gradient None, not zero:
+# an optimiser leaves it alone.
+
+
+def nodes_of(inputs: Sequence[Any]) -> dict[Any, int]:
+    """Autograd's node of each that is on its tape, and its place."""
+    return {get_gradient_edge(t).node: i for i, t in enumerate(inputs) if _on_tape(t)}
+
+
+def behind(end: Any, starts: Mapping[Any, int]) -> frozenset[int]:
+    """The places of inputs that a tensor is computed from, by autograd's graph."""
+    found: set[int] = set()
+    seen: set[Any] = set()
+    stack: list[Any] = [end.grad_fn] if isinstance(end, Tensor) else []
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node in starts:
+            found.add(starts[node])
+        else:
+            stack += [following for following, _ in node.next_functions]
+    return frozenset(found)
+
+
+def reached(sets: Sequence[frozenset[int]], grads: Sequence[Tensor | None]) -> frozenset[int]:
+    """The inputs behind tensors, of those at which gradients arrive."""
+    arrived = (places for places, g in zip(sets, grads, strict=True) if g is not None)
+    return frozenset().union(*arrived)
 
 
 def _to_write_to(code: RegionCode, inputs: Sequence[Any]) -> list[Any]:
@@ -642,12 +614,16 @@ def _memory(t: Tensor) -> int:
     return t.untyped_storage()._cdata if told else id(t)
 
 
-def _layout(inputs: Sequence[Any], results: Sequence[Any]) -> Layout:
+def base_of(t: Any) -> Any:
+    return t._base if isinstance(t, Tensor) and t._base is not None else t
+
+
+def _layout(inputs: Sequence[Any], results: Sequence[Any], starts: Mapping[Any, int]) -> Layout:
     own = {_memory(t): i for i, t in reversed(list(enumerate(inputs))) if isinstance(t, Tensor)}
     bases: dict[int, tuple[int, Tensor, bool]] = {}  # of memory: result, base, whether it is one
     for i, t in enumerate(results):
         if isinstance(t, Tensor) and _memory(t) not in own:
-            base = t._base if t._is_view() and t._base is not None else t
+            base = base_of(t) if t._is_view() else t
             base = base if base.dtype is t.dtype else t
             known = bases.get(_memory(t))
             if known is None or (base.requires_grad and not known[1].requires_grad):
@@ -679,6 +655,8 @@ def _layout(inputs: Sequence[Any], results: Sequence[Any]) -> Layout:
         tuple(kinds),
         tuple((i, is_base) for i, _, is_base in bases.values()),
         tuple(base.requires_grad for _, base, _ in bases.values()),
+        tuple(behind(base, starts) for _, base, _ in bases.values()),
+        tuple((behind(t, starts), behind(base_of(t), starts)) for t in results),
         tuple(numbers),
     )
 
@@ -756,27 +734,56 @@ class Pieces:
                 examples.setdefault(n, own.meta["example_value"])
             regions.append(region(piece.module, [examples[n] for n in piece.inputs]))
 
-        # a caller may write to these while later pieces hold them: those are handed copies
-        read = set().union(*(piece.inputs for piece in self.parts))
-        exposed = {n for n in read.intersection(self.returned) if _on_tape(n.meta["example_value"])}
-        exposed.difference_update(given)
+        exposed = self._exposed(given)
 
         def run(*inputs: Any) -> list[Any]:
             values: dict[Any, Any] = dict(zip(given, inputs, strict=True))
             handed: dict[Any, Tensor] = {}
+            lent: dict[Any, tuple[Tensor, Tensor]] = {}  # copies, by their memory
             for piece, run_piece in zip(self.parts, regions, strict=True):
                 results = run_piece(*[handed.get(n, values[n]) for n in piece.inputs])
-                values.update(zip(piece.results, results, strict=True))
-                handed.update((n, _copy(values[n])) for n in piece.results if n in exposed)
+                for n, result in zip(piece.results, results, strict=True):
+                    values[n] = _of_the_original(result, lent)
+                    if n in exposed:
+                        handed[n] = copy = _copy(values[n])
+                        lent[_memory(copy)] = copy, values[n]
             return [values[n] if isinstance(n, torch.fx.Node) else n for n in self.returned]
 
         return run
+
+    def _exposed(self, given: Sequence[torch.fx.Node]) -> set[torch.fx.Node]:
+        """Results that a caller may write to while later pieces hold them: those are handed
+        copies."""
+        read = set().union(*(piece.inputs for piece in self.parts)).difference(given)
+        returned = [n for n in self.returned if isinstance(n, torch.fx.Node)]
+        kinds: dict[Any, set[torch.dtype]] = {}
+        for n in returned:
+            t = n.meta["example_value"]
+            if isinstance(t, Tensor):
+                kinds.setdefault(_memory(t), set()).add(t.dtype)
+        found = read.intersection(n for n in returned if _on_tape(n.meta["example_value"]))
+        # as another dtype the memory of a copy cannot be told from the original's
+        return {n for n in found if len(kinds[_memory(n.meta["example_value"])]) == 1}
 
 
 def _copy(t: Tensor) -> Tensor:
     """On autograd's tape. What lies in its memory with gaps stays as it is."""
     copy = t.clone()
     return copy if copy.stride() == t.stride() else t
+
+
+def _of_the_original(result: Any, lent: Mapping[Any, tuple[Tensor, Tensor]]) -> Any:
+    """A piece's result, which is a view of the original where it is one of a copy that the piece
+    was lent."""
+    if not isinstance(result, Tensor) or _memory(result) not in lent:
+        return result
+    copy, t = lent[_memory(result)]
+    if t is copy:
+        return result
+    if not result.requires_grad:
+        t = t.detach()
+    offset = result.storage_offset() - copy.storage_offset() + t.storage_offset()
+    return t.as_strided(result.size(), result.stride(), offset)
 
 
 class _Ways(_AsEager):

@@ -31,7 +31,8 @@ from ..kernels import for_compiler
 from ..patch import patched, supported
 from ..rules import drawn_in_place
 from ..run import boxed, clean, laid_out, no_autocast, sound
-from .region import THROUGH, Layout, RegionCode, Stand, is_random, look, sizes_from
+from .functions import THROUGH
+from .region import Layout, RegionCode, Stand, behind, is_random, look, nodes_of, sizes_from
 
 aten = torch.ops.aten
 
@@ -221,7 +222,8 @@ class Stage:
     """One pass: `stage(values)` takes what it reads out of a dictionary of named values, and puts
     what it computes into it.
 
-    results: names of what the pass is for, in order; None where there is no such value.
+    results: names of what the pass is for, in order; None where there is no such value. One that
+    does not depend on the cotangents (a custom backward may ignore them) an earlier pass computes.
     """
 
     def __init__(
@@ -232,11 +234,14 @@ class Stage:
         self.stand, self.inductor = stand, inductor
         self.reads = [n.name for n in graph.nodes if n.op == "placeholder"]
         self.computes = [n.name for n in _results(graph)]
+        given = [n for n in self.results if n is not None and n not in self.computes]
+        self.given = tuple(dict.fromkeys(given))
+        self.needs = tuple(dict.fromkeys([*self.reads, *given]))
 
     @cached_property
     def run(self) -> Callable[[list], Sequence[Any]]:
         module = torch.fx.GraphModule(self.constants, self.graph)
-        if self.inductor is None:
+        if self.inductor is None or not self.computes:
             clean(module)
             return boxed(module)
         floats = {f"input_{i}": t for i, t in self.stand.floats().items()}
@@ -255,8 +260,9 @@ class Stage:
     def __call__(self, values: dict[str, Any]) -> list[Any]:
         with torch.no_grad(), no_autocast():
             computed = self.run([values[name] for name in self.reads])
-        values.update(zip(self.computes, computed, strict=True))
-        return [None if name is None else values[name] for name in self.results]
+            values.update(zip(self.computes, computed, strict=True))
+            own = {name: values[name].clone() for name in self.given}
+        return [None if n is None else own.get(n, values[n]) for n in self.results]
 
 
 class Stages:
@@ -275,6 +281,7 @@ class Stages:
         self.written, self.wanted, self.moving = tuple(written), tuple(wanted), moving
         self.stand = stand = Stand(code, numbers)
         self.trained = [i for i, on in enumerate(code.required) if on]
+        self._behind: list[list[frozenset[int] | None]]
         with stand.mode:
             self.layout: Layout = look(code, stand.inputs, stand.draws)
             with torch.enable_grad():
@@ -294,13 +301,34 @@ class Stages:
     # ------------------------------------------------------------------------------ tracing
 
     def _examples(self) -> list[Tensor]:
+        """Outputs without numbers; and what the gradients of each are computed from."""
         inputs = [
             t.detach().requires_grad_() if on else t
             for t, on in zip(self.stand.inputs, self.code.required, strict=True)
         ]
         inputs = [t.clone() if on else t for t, on in zip(inputs, self.code.required, strict=True)]
-        results = self.code(*inputs, *self.stand.draws)
-        return [_dense(t) for t in self.layout.outputs_of(results)]
+        starts, wanted = nodes_of(inputs), [inputs[i] for i in self.wanted]
+        results = self.layout.outputs_of(self.code(*inputs, *self.stand.draws))
+        self._behind = []
+        for t, on in zip(results, self.layout.on_tape, strict=True):
+            if on:
+                gradients = _gradients([t], wanted, [_dense(t)], create_graph=True)
+                self._behind.append([None if g is None else behind(g, starts) for g in gradients])
+        return [_dense(t) for t in results]
+
+    def behind(
+        self, arrived: Sequence[bool], across: Sequence[Tensor | None]
+    ) -> tuple[set[int], set[int]]:
+        """The inputs, and the cotangents of outputs, that the gradients by `wanted` are computed
+        from, where cotangents have arrived at some outputs, and others at some gradients."""
+        inputs: set[int] = set()
+        outputs: set[int] = set()
+        for i, sets in enumerate(self._behind):
+            for places, q in zip(sets, across, strict=True):
+                if arrived[i] and q is not None and places is not None:
+                    inputs |= places
+                    outputs.add(i)
+        return inputs, outputs
 
     def _passes(
         self, given: Sequence[Any], along: Sequence[Tensor], across: Sequence[Tensor],
@@ -407,15 +435,16 @@ class Stages:
 
         def stage(graph: torch.fx.Graph | None, name: str) -> Stage | None:
             if graph is None:
-                return None
+                if not names[name]:
+                    return None
+                graph = torch.fx.Graph()
+                graph.output(())
             return Stage(graph, self._constants, results[name], self.stand, self.inductor)
 
         late = [*self.names["last"], *(() if self.moving else self.names["across"])]
         kept = [*names["forward"], *names["backward"], *names["tangent"]]
         early, off = cut(graph, late, kept, names["second"])
         self.second = stage(off, "second")
-        of_second_order = {*_told_apart(graph, self.names["across"])[1]}
-        self.of_second_order = [name in of_second_order for name in results["second"]]
         self.tangent = None
         if self.moving:
             kept, last = _told_apart(early, self.names["across"])
@@ -433,11 +462,11 @@ class Stages:
         self.forward = forward
         known = {*self.names["input"], *forward.computes}
         readers = [self.first, self.backward, self.tangent, self.second]
-        reads = [name for s in readers if s is not None for name in s.reads]
+        reads = [name for s in readers if s is not None for name in s.needs]
         self.kept = [name for name in dict.fromkeys(reads) if name in known]
         known |= {*self.names["along"], *(self.backward.computes if self.backward else ())}
         readers = [self.tangent, self.second]
-        reads = [name for s in readers if s is not None for name in s.reads]
+        reads = [name for s in readers if s is not None for name in s.needs]
         self.kept_by_backward = [
             name for name in dict.fromkeys(reads) if name in known and name not in self.kept
         ]

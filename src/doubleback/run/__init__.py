@@ -28,7 +28,7 @@ from .program import (
     Program,
     Request,
 )
-from .state import kind, read_state, remember, run_prelude, scale, write_state
+from .state import Itself, kind, read_state, remember, run_prelude, scale, write_state
 from .straight_line import NEAR, boxed, clean
 
 __all__ = [
@@ -45,6 +45,7 @@ __all__ = [
     "GraphRefused",
     "GraphedProgram",
     "GraphedStep",
+    "Itself",
     "Job",
     "OpenProgram",
     "OpenReplay",

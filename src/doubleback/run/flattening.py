@@ -34,7 +34,7 @@ from ..kernels import for_compiler
 from ..plan import Plan
 from . import inductor, straight_line
 from .state import kind, remember
-from .tape import record
+from .straight_line import record
 
 # ------------------------------------------------------------------------- nested arguments
 #
@@ -270,6 +270,8 @@ def _on_tape(flat: Callable, tensors: Sequence[Tensor]) -> Any:
     handled = sys.exception()
     try:
         return record(flat, tensors)
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:
         let_through(error, handled)
         return None

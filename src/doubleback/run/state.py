@@ -23,6 +23,22 @@ def remember(cache: dict, key: Any, item: Any) -> None:
     cache[key] = item
 
 
+class Itself:
+    """An object as part of a key: that one, whatever it takes for equal to itself (a caller's
+    dataclass), and kept alive, so that no other takes its place."""
+
+    __slots__ = ("item",)
+
+    def __init__(self, item: Any) -> None:
+        self.item = item
+
+    def __hash__(self) -> int:
+        return id(self.item)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Itself) and self.item is other.item
+
+
 def kind(leaf: Any) -> Any:
     """What a graph that was traced with `leaf` depends on."""
     if isinstance(leaf, Tensor):
