@@ -13,15 +13,15 @@ from torch.utils._pytree import tree_leaves
 
 from doubleback.errors import InputError
 from doubleback.kernels import attention as attention_kernels
-from doubleback.kernels import attention_stock
 from doubleback.kernels import attention_triton as fused
 from doubleback.kernels.attention import (
+    FLASH,
+    MATH,
     attention_backward,
     attention_forward,
     attention_second,
     attention_tangent,
 )
-from doubleback.kernels.attention_stock import FLASH, MATH
 from support.attention import (
     BLOCKS,
     CASES,
@@ -417,7 +417,7 @@ def test_triton_is_one_operator(kernels):
 def test_cuda_operators_fit(backend, width, masked, monkeypatch):
     """What CUDA's forward operators return is what their backward takes: shapes, without a GPU."""
     monkeypatch.setattr(
-        attention_kernels, "choose_backend", lambda *_: getattr(attention_stock, backend)
+        attention_kernels, "choose_backend", lambda *_: getattr(attention_kernels, backend)
     )
     q, k = (torch.empty(2, 3, n, width, dtype=torch.bfloat16, device="meta") for n in (7, 9))
     layout = (torch.empty(7, 9, dtype=torch.bool, device="meta") if masked else None, False)

@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from doubleback.errors import PatchError
+from doubleback.kernels import attention
 from doubleback.kernels import attention as kernels
-from doubleback.kernels import attention_stock as stock
-from doubleback.kernels.attention import attention_forward, attention_second
-from doubleback.kernels.attention_stock import BITS, Dropout
+from doubleback.kernels.attention import BITS, Dropout, attention_forward, attention_second
 from support.attention import BLOCKS, CASES, LARGE, Case, Largest, all_close, close, data, oracle
 from support.dropout import provider
 
@@ -93,7 +92,7 @@ def test_low_precision(name, dtype, step):
 def test_nothing_kept():
     """p = 1: O = 0 whatever the inputs, even where a kernel divides by 1 − p."""
     primals, tangents, xi, layout = data(CASES["plain"])
-    dropout = stock.recovered(stock.EFFICIENT, 1.0, *primals, xi, xi)
+    dropout = attention.recovered(attention.EFFICIENT, 1.0, *primals, xi, xi)
     assert not dropout.dense(7, torch.float64).any()
     nothing = torch.full_like(xi, torch.nan)
     t_out, sources = attention_second(
@@ -120,9 +119,9 @@ def test_no_matrix_of_all_scores(monkeypatch):
 # ------------------------------------------------------------------- the mask, read off a kernel
 
 KERNELS = {
-    "flash": stock.FLASH,
-    "efficient": stock.EFFICIENT,
-    "cudnn": stock.CUDNN,
+    "flash": attention.FLASH,
+    "efficient": attention.EFFICIENT,
+    "cudnn": attention.CUDNN,
 }
 
 
@@ -148,8 +147,8 @@ def kernel(monkeypatch):
             def __exit__(self, *error):
                 return None
 
-        monkeypatch.setattr(stock, "drop", drop)
-        monkeypatch.setattr(stock, "_random_state", State)
+        monkeypatch.setattr(attention, "drop", drop)
+        monkeypatch.setattr(attention, "_random_state", State)
         return states
 
     return install
@@ -164,7 +163,7 @@ def test_codes_tell_every_column(m, width, p, dtype, kernel):
     q = torch.randn(2, 4, 7, width).to(dtype)
     k, v = torch.randn(2, 2, 2, m, width).to(dtype)  # two key heads
     zero = torch.tensor(0)
-    dropout = stock.recovered(stock.EFFICIENT, p, q, k, v, zero, zero)
+    dropout = attention.recovered(attention.EFFICIENT, p, q, k, v, zero, zero)
     assert dropout.step == BITS * width
     torch.testing.assert_close(dropout.dense(m, torch.float64), keep.double() / (1 - p))
     assert dropout.codes(0).dtype == torch.uint8
@@ -177,11 +176,11 @@ def test_random_states_are_whole_64_bits(kernel):
     q = torch.randn(1, 1, 3, 8)
     both = torch.tensor([seed - 2**64, offset]).view(torch.uint64)
     pairs = {
-        stock.FLASH: (both, torch.empty(0)),
-        stock.EFFICIENT: (torch.tensor(seed - 2**64), torch.tensor(offset)),
+        attention.FLASH: (both, torch.empty(0)),
+        attention.EFFICIENT: (torch.tensor(seed - 2**64), torch.tensor(offset)),
     }
     for backend, pair in pairs.items():
-        stock.recovered(backend, P, q, q, q, *pair).codes(0)
+        attention.recovered(backend, P, q, q, q, *pair).codes(0)
     assert states == [(seed, offset)] * 2
 
 
@@ -189,7 +188,7 @@ def test_no_random_state_in_a_traced_graph():
     q, zero = torch.randn(1, 1, 3, 8), torch.tensor(0)
 
     def step(q):
-        return stock.recovered(stock.EFFICIENT, P, q, q, q, zero, zero).codes(0)
+        return attention.recovered(attention.EFFICIENT, P, q, q, q, zero, zero).codes(0)
 
     with pytest.raises(PatchError, match="random state"):
         torch.fx.experimental.proxy_tensor.make_fx(step)(q)
@@ -200,11 +199,11 @@ def test_no_random_state_in_a_cuda_graph(monkeypatch):
         monkeypatch.setattr(torch.cuda, name, lambda: True)
     q, zero = torch.randn(1, 1, 3, 8), torch.tensor(0)
     with pytest.raises(PatchError, match=r"SDPBackend\.MATH"):
-        stock.recovered(stock.EFFICIENT, P, q, q, q, zero, zero)
+        attention.recovered(attention.EFFICIENT, P, q, q, q, zero, zero)
 
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_cuda_operators_fit(name):
     """CUDA's operators take the code and return what is decoded: shapes, without a GPU."""
     q, k, v = (torch.empty(2, 4, n, 16, dtype=torch.bfloat16, device="meta") for n in (7, 9, 9))
-    assert stock.drop(KERNELS[name], P, q, k, v).shape == (2, 4, 7, 16)
+    assert attention.drop(KERNELS[name], P, q, k, v).shape == (2, 4, 7, 16)

@@ -6,7 +6,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from doubleback.kernels import affine_rows, times
-from doubleback.kernels.attention_stock import _pad8
+from doubleback.kernels.attention import _pad8
 from doubleback.rules import add
 
 LAYOUTS = {

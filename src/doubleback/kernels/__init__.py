@@ -3,12 +3,18 @@ strided and locally connected products, curvature of activations; and how a kern
 now."""
 
 from .attention import (
+    BITS,
+    CUDNN,
+    EFFICIENT,
+    FLASH,
+    MATH,
+    Dropout,
     attention_backward,
     attention_forward,
     attention_second,
     attention_tangent,
+    recovered,
 )
-from .attention_stock import BITS, CUDNN, EFFICIENT, FLASH, MATH, Dropout, recovered
 from .depthwise import Depthwise, Part, taps_first
 from .launch import (
     AGAIN,
