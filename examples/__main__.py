@@ -87,6 +87,8 @@ def _told(name: str, command: str) -> str:
     for claim in record["claims"]:
         lines.append(f"- {'Seen' if claim['seen'] else '**Not seen**'}: {claim['text']}.")
     lines += [f"- {note}." for note in record["notes"]]
+    if took := record.get("seconds"):
+        lines.append(f"- the run took {took['processor']} s of the processor's time.")
     return "\n".join([*lines, "", "```bash", f"python -m examples.{command}", "```", ""])
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import sys
 import time
@@ -58,6 +59,7 @@ class Report:
     numbers: dict[str, Any] = field(default_factory=dict)  # what the table was made from
     settings: dict[str, Any] = field(default_factory=dict)  # in place of the command's
     name: str = ""  # of a second record of the same example
+    seconds: dict[str, int] = field(default_factory=dict)  # that the run took, on how many cores
 
     def claim(self, holds: bool, seen: str, otherwise: str) -> None:
         """State `seen` where it holds, and plainly `otherwise` where it does not."""
@@ -94,6 +96,7 @@ class Report:
             "claims": [{"seen": holds, "text": text} for holds, text in self.claims],
             "notes": self.notes,
             "numbers": self.numbers,
+            "seconds": self.seconds,
         }
         record.write_text(json.dumps(written, indent=1, ensure_ascii=False) + "\n")
         return [picture, record]
@@ -257,24 +260,34 @@ def main(
         options(parser)
     arguments = parser.parse_args(argv)
     drawn = getattr(arguments, "json", None) is None
+    threads = torch.get_num_threads()
+    if not arguments.full and getattr(arguments, "data", "digits") == "digits":
+        torch.set_num_threads(1)  # so small, threads wait for each other, long where cores are busy
     try:
         if drawn:
             _need_figures()
         arguments.device = device(arguments.device)
         where = folder(arguments.out) if drawn else None
         torch.manual_seed(arguments.seed)
-        start = time.perf_counter()
+        start, busy = time.perf_counter(), time.process_time()
         report = run(arguments)
         if report is not None and where is not None:
+            report.seconds = {
+                "passed": round(time.perf_counter() - start),
+                "processor": round(time.process_time() - busy),
+                "cores": os.cpu_count() or 1,
+            }
             settings = report.settings or _given(arguments)
             mnist = settings.get("data", "digits") != "digits"  # beside the record of the default
             parts = (name, report.name, "mnist" if mnist else "")
             _show(report, where, "-".join(filter(None, parts)), settings)
         print(f"{time.perf_counter() - start:.0f} s")
         return 0
-    except DoublebackError as error:
+    except (DoublebackError, OSError) as error:
         print(f"examples.{name}: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _given(arguments: argparse.Namespace) -> dict[str, Any]:

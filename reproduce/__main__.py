@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     try:
         return run(parser.parse_args(argv))
-    except DoublebackError as error:
+    except (DoublebackError, OSError) as error:
         print(f"reproduce: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
 

@@ -161,6 +161,20 @@ def test_accumulate_and_with_gradient_choose_too():
     assert [by_sweeps(potential(torch.randn(5, 6))[1]) for _ in range(3)] == [True, False, False]
 
 
+class Halved(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = mlp()
+
+    def forward(self, x):
+        return self.net(x / 2)
+
+
+def test_division_by_a_number_is_no_reason_for_sweeps():
+    potential = db.WithGradient(Halved(), wrt=0)
+    assert [by_sweeps(potential(torch.randn(5, 6))[1]) for _ in range(3)] == [True, False, False]
+
+
 def test_sizes_of_one_order_of_magnitude_are_one_decision():
     potential = db.WithGradient(mlp(), wrt=0)
     potential(torch.randn(17, 6))

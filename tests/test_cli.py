@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import errno
 import gzip
 import html
 import importlib.util
@@ -20,8 +21,8 @@ import pytest
 import torch
 
 import doubleback as db
+from doubleback.cli import UsageError, main, shared
 from doubleback.cli import demo as demo_command
-from doubleback.cli import main, shared
 
 NETS = """
 import torch
@@ -55,6 +56,10 @@ class Namespace:
 
 
 ready = nn.Linear(3, 2)
+
+
+def relu():
+    return nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
 
 
 def penalised():
@@ -192,6 +197,7 @@ BAD = [
         "exceeds the 5 directions of an output of shape (3, 5); leave it out, which is exact",
     ),
     ("their_nets:TwoInputs", PAIR, "choose with --output"),
+    ("their_nets:classifier", (*IMAGES, "--output", "logits"), "the net returns no such thing"),
     ("their_nets:classifier", (*IMAGES, "--classes", "500"), ""),
     ("their_nets:classifier", (*IMAGES, "--penalty", "output-gradient", "--index", "9"), ""),
 ]
@@ -379,6 +385,43 @@ def test_demo_json_goes_to_stdout_alone(tmp_path, capsys):
     assert results["parity"]["spectral-norm"]["worst"] <= 1e-10
 
 
+def test_a_full_disk_loses_nothing(demo, mnist, nets, capsys, monkeypatch):
+    """What was found is printed, and an older report stays."""
+    report, write = mnist / "report.html", Path.write_bytes
+    report.write_text("an older one")
+
+    def full(path, raw):
+        write(path, raw[:50])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(shared, "write", full)
+    monkeypatch.setattr(demo_command.Demo, "run", lambda self: results)
+    results = json.loads((demo[0] / "results.json").read_text())
+    assert _run("demo", "--data", f"mnist-idx:{mnist}", "--out", mnist) == 2
+    told = capsys.readouterr()
+    assert "PGD" in told.out and "report:" not in told.out
+    assert told.err == f"doubleback: {report} could not be written (No space left on device)\n"
+    assert report.read_text() == "an older one"
+    assert not list(mnist.glob(".*"))
+
+    drawing = db.landscape.drawing
+    monkeypatch.setattr(drawing, "write_landscape", lambda *_: full(mnist / "drawn.png", b""))
+    options = ("--input-shape", "2,3", "--parameter", "0.weight[0,0]", "--out", mnist)
+    assert _run("landscape", "their_nets:relu", *options) == 2
+    told = capsys.readouterr()
+    assert told.out and told.err == "doubleback: No space left on device\n"
+
+
+def test_images_without_a_split_are_split(mnist):
+    for path in mnist.glob("t10k-*"):
+        path.unlink()
+    data = shared.Images.load(f"mnist-idx:{mnist}", 0, torch.device("cpu"))
+    assert (len(data.train[1]), len(data.test[1])) == (85, 43)
+    with pytest.raises(UsageError, match="has no file train-images-idx3-ubyte"):
+        (mnist / "empty").mkdir()
+        shared.Images.load(f"mnist-idx:{mnist / 'empty'}", 0, torch.device("cpu"))
+
+
 def _cut(folder):
     path = folder / "train-labels-idx1-ubyte"
     path.write_bytes(path.read_bytes()[:-3])
@@ -396,6 +439,13 @@ def _no_gzip(folder):
     (folder / "train-images-idx3-ubyte.gz").write_text("no archive")
 
 
+def _rotten(folder):
+    path = folder / "train-images-idx3-ubyte.gz"
+    raw = bytearray(path.read_bytes())
+    raw[10] = 0xFF  # a block of a kind that there is not
+    path.write_bytes(raw)
+
+
 def _mixed(folder):
     _idx(folder / "train-labels-idx1-ubyte", torch.arange(5))
 
@@ -407,6 +457,7 @@ def _mixed(folder):
         (_lose, "has no file t10k-labels-idx1-ubyte"),
         (_foreign, "is not an idx file"),
         (_no_gzip, "cannot be read"),
+        (_rotten, "cannot be read"),
         (_mixed, "do not go with labels of shape (5,)"),
     ],
 )

@@ -408,6 +408,15 @@ def test_train_and_eval():
         agree(step, loss, net.parameters(), torch.randn(4, 3))
 
 
+def test_a_function_that_says_of_no_module():
+    """As `exec` makes them."""
+    made = {"slopes": slopes, "net": mlp()}
+    exec("def loss(x): return slopes(net, x.detach().requires_grad_()).square().sum()", made)
+    step, x = compiled(made["loss"]), torch.randn(4, 3)
+    assert made["loss"].__module__ is None
+    agree(step, made["loss"], made["net"].parameters(), x)
+
+
 def test_parameters_changed_in_place_replaced_and_frozen():
     net = mlp()
 

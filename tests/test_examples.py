@@ -801,6 +801,7 @@ def test_a_report_is_printed_and_written(tmp_path, capsys):
     assert "seen: held" in printed and "NOT SEEN: failed plainly" in printed
     record = json.loads((tmp_path / "made_up.json").read_text())
     assert record["settings"]["seed"] == 3 and record["claims"][1]["seen"] is False
+    assert set(record["seconds"]) == {"passed", "processor", "cores"}
     assert (tmp_path / "made_up.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -811,6 +812,8 @@ def test_a_report_is_printed_and_written(tmp_path, capsys):
 def test_gallery_is_that_of_the_records(name):
     assert section(name) in (HERE / "README.md").read_text()
     assert (GALLERY / f"{name}.png").stat().st_size <= common.LARGEST
+    took = json.loads((GALLERY / f"{name}.json").read_text())["seconds"]
+    assert min(took["passed"], took["processor"]) < 120 and took["cores"] == 2
     assert sentence(name).endswith(".")
 
 

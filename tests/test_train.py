@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from doubleback.cli import main, train
+from doubleback.cli import main, shared, train
 
 safetensors = pytest.importorskip("safetensors.torch", reason="needs safetensors")
 ROOT = Path(__file__).parents[1]
@@ -250,7 +250,7 @@ def test_kills(theirs, often):
 
 def test_a_full_disk_keeps_the_old_checkpoint(theirs, capsys, monkeypatch):
     assert _train(*NET, "--out", "whole") == 0
-    real = train._write
+    real = shared.write
 
     def full(path, raw):
         if "step-00000006" in str(path) and path.name == "optimiser.safetensors":
@@ -258,14 +258,14 @@ def test_a_full_disk_keeps_the_old_checkpoint(theirs, capsys, monkeypatch):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         real(path, raw)
 
-    monkeypatch.setattr(train, "_write", full)
+    monkeypatch.setattr(shared, "write", full)
     assert _train(*NET, "--out", "run") == 2
     error = capsys.readouterr().err
     assert "No space left on device" in error and "that of step 3 is kept" in error
     assert error.count("\n") == 1
     there = {path.name for path in Path("run/checkpoints").iterdir()}
     assert there == {"step-00000000", "step-00000003"}
-    monkeypatch.setattr(train, "_write", real)
+    monkeypatch.setattr(shared, "write", real)
     assert _train(*NET, "--out", "run", "--resume") == 0
     assert _equal("whole", "run")
 

@@ -790,6 +790,8 @@ def _known_twice(node: Node) -> bool:
         return False
     if _packet(node) is aten.scaled_dot_product_attention:
         return node.argument(4, "dropout_p", 0.0) == 0
+    if _packet(node) is aten.div and len(node.inputs) == 1:  # by a number
+        return True
     return _packet(node) in _ALSO or find_rule(node.op).structure in _DIFFERENTIATED_TWICE
 
 

@@ -440,6 +440,58 @@ def a_sharded_network(rank):
 
 
 @case
+def a_network_split_between_processes(rank):
+    """Tensor parallelism is refused wherever it is met, and the network trains on as before."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    twin = network()
+    mesh, how = init_device_mesh("cpu", (WORLD,)), (ColwiseParallel(), RowwiseParallel())
+    net = parallelize_module(copy.deepcopy(twin), mesh, {"0": how[0], "2": how[1]})
+    model = db.Penalised(network(), db.OutputGradient())
+    inside = parallelize_module(model, mesh, {"net.0": how[0], "net.2": how[1]})
+    x, y = whole(0)
+
+    def slope(x):
+        x = x.detach().requires_grad_()
+        return torch.autograd.grad(net(x).sum(), x, create_graph=True)[0].square().sum()
+
+    for refused in (
+        lambda: own_step(db.Penalised(net, db.OutputGradient()), (x,), y, "backward"),
+        lambda: own_step(db.Penalised(net, db.OutputGradient()), (x,), y, "accumulate"),
+        lambda: own_step(inside, (x,), y, "backward"),
+        lambda: db.WithGradient(net)(x),
+        lambda: db.compile(slope, compiler="eager")(x),
+    ):
+        with pytest.raises(db.InputError, match="split between processes"):
+            refused()
+    for one in (net, twin):
+        (one(x) - y).square().mean().backward()
+    for t, other in zip(net.parameters(), twin.parameters(), strict=True):
+        assert_close(t.grad.full_tensor(), other.grad, f"rank {rank}")
+
+
+@case
+def the_wrapper_inside(rank):
+    """Said before anything runs; the wrapped network trains on as before."""
+    net = network()
+    twin = copy.deepcopy(net)
+    ddp = DDP(net)
+    for make in (lambda: db.Penalised(ddp, db.OutputGradient()), lambda: db.WithGradient(ddp)):
+        with pytest.raises(db.InputError, match="wrap the other way round"):
+            make()
+    x, y = share(0, rank)
+    (ddp(x) - y).square().mean().backward()
+    x, y = whole(0)
+    (twin(x) - y).square().mean().backward()
+    same(net, twin, f"rank {rank}")
+
+
+@case
 def a_sharded_model(rank):
     """`fully_shard` around it: a call and `backward` train as one process does, `accumulate` says
     what to do instead."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import errno
 import importlib
 import importlib.util
 import re
@@ -32,6 +33,7 @@ NORMS = ("squared", "norm", "deviation")
 PENALTIES = ("loss-gradient", "output-gradient", "gradient-match", "bilinear-form", "jacobian",
              "spectral-norm")  # fmt: skip
 SHELLS = ("bash", "zsh", "fish")
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 # What the library says to Python, in the words of the command line.
 WORDS = (
@@ -85,8 +87,12 @@ def _run(arguments: argparse.Namespace) -> int:
     except BrokenPipeError:  # `doubleback … | head`
         sys.stderr.close()
         return 0
-    except Exception:
-        traceback.print_exc()
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno in NO_ROOM:
+            where = f" ({error.filename})" if error.filename else ""
+            print(f"doubleback: {error.strerror}{where}", file=sys.stderr)
+        else:
+            traceback.print_exc()
         return 2
 
 

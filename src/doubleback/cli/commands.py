@@ -87,11 +87,10 @@ def landscape(arguments: argparse.Namespace) -> int:
     path = db.landscape.follow(model.net, inputs[0], along, _span(arguments.span))
     curve = db.landscape.penalty(path, model.penalty, *inputs[1:])
     verdict = db.landscape.judge(curve)
+    print(json.dumps(verdict.as_dict(), indent=2) if arguments.json else verdict)
     files = db.landscape.drawing.write_landscape(shared.folder(arguments.out), curve, verdict)
-    if arguments.json:
-        print(json.dumps(verdict.as_dict(), indent=2))
-    else:
-        print(f"{verdict}\n\nwritten to {', '.join(map(str, files))}")
+    if not arguments.json:
+        print(f"\nwritten to {', '.join(map(str, files))}")
     return 0
 
 

@@ -86,17 +86,15 @@ def run(arguments: argparse.Namespace) -> int:
     finally:
         torch.set_num_threads(threads)
     results["seconds"] = time.perf_counter() - started
-    written = folder / "report.html", folder / "results.json"
-    try:
-        written[0].write_text(page(results), encoding="utf-8")
-        written[1].write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"--out: {folder} cannot be written to: {error.strerror}") from error
     if arguments.json:
         print(json.dumps(results, indent=1))
     else:
         show(console, results)
-        console.print(f"\nreport: {written[0].resolve()}   ({results['seconds']:.0f} s)")
+    report = folder / "report.html"
+    shared.replace(report, page(results).encode())
+    shared.replace(folder / "results.json", f"{json.dumps(results, indent=1)}\n".encode())
+    if not arguments.json:
+        console.print(f"\nreport: {report.resolve()}   ({results['seconds']:.0f} s)")
     return 0
 
 

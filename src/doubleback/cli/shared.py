@@ -10,10 +10,12 @@ import gzip
 import importlib
 import inspect
 import math
+import os
 import statistics
 import struct
 import sys
 import time
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
@@ -73,6 +75,24 @@ def folder(name: str) -> Path:
     except OSError as error:
         raise UsageError(f"--out: {path} cannot be made: {error.strerror}") from error
     return path
+
+
+def write(path: Path, raw: bytes) -> None:
+    with open(path, "wb") as file:
+        file.write(raw)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def replace(path: Path, raw: bytes) -> None:
+    """A file's new content, whole or not at all."""
+    draft = path.with_name(f".{path.name}.writing")
+    try:
+        write(draft, raw)
+        os.replace(draft, path)
+    except OSError as error:
+        draft.unlink(missing_ok=True)
+        raise UsageError(f"{path} could not be written ({error.strerror})") from error
 
 
 def module(name: str) -> nn.Module:
@@ -204,9 +224,11 @@ def chosen(out: Any, output: Any) -> Tensor:
     for part in output if isinstance(output, tuple) else (output,):
         if part is not None:
             try:
-                out = out[part]
-            except (KeyError, IndexError, TypeError) as error:
-                raise UsageError(f"--output {part}: the net returns no such thing") from error
+                out = None if isinstance(part, str) and isinstance(out, Tensor) else out[part]
+            except (KeyError, IndexError, TypeError):
+                out = None
+            if out is None:
+                raise UsageError(f"--output {part}: the net returns no such thing")
     if not isinstance(out, Tensor):
         raise UsageError(f"the net returns a {type(out).__name__}: choose with --output")
     return out
@@ -254,10 +276,15 @@ class Images:
         folder = Path(where)
         if not folder.is_dir():
             raise UsageError(f"--data {source}: there is no folder {folder}")
-        train, test = (_idx_pair(folder, split, device) for split in ("train", "t10k"))
-        if train[0].shape[1:] != test[0].shape[1:]:
+        there = [s for s in ("train", "t10k") if any(folder.glob(f"{s}-*-ubyte*"))]
+        pairs = [_idx_pair(folder, split, device) for split in there or ["train"]]
+        images, labels = pairs[0]
+        name = f"{images.shape[2]}×{images.shape[3]} images of {folder}"
+        if len(pairs) == 1:
+            return cls.split(images, labels, 2 * len(labels) // 3, seed, device, name)
+        if images.shape[1:] != pairs[1][0].shape[1:]:
             raise UsageError(f"--data {source}: training and test images differ in size")
-        return cls(train, test, f"{train[0].shape[2]}×{train[0].shape[3]} images of {folder}")
+        return cls(pairs[0], pairs[1], name)
 
 
 def digits() -> tuple[Tensor, Tensor]:
@@ -297,7 +324,7 @@ def read_idx(path: Path) -> Tensor:
     try:
         raw = path.read_bytes()
         raw = gzip.decompress(raw) if path.suffix == ".gz" else raw
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise UsageError(f"--data: {path} cannot be read: {error}") from error
     if len(raw) < 4 or raw[:3] != b"\0\0\x08" or not 1 <= raw[3] <= 3:
         raise UsageError(f"--data: {path} is not an idx file of bytes")

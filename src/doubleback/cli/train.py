@@ -222,10 +222,10 @@ class Checkpoints:
             sums = {}
             for name, tensors in parts.items():
                 raw = _packed(tensors)
-                _write(draft / f"{name}.safetensors", raw)
+                shared.write(draft / f"{name}.safetensors", raw)
                 sums[f"{name}.safetensors"] = hashlib.sha256(raw).hexdigest()
             text = json.dumps({"format": 1, **state, "step": step, "sha256": sums}, indent=1)
-            _write(draft / "state.json", text.encode())
+            shared.write(draft / "state.json", text.encode())
             _sync(draft)
             os.rename(draft, final)
             _sync(self.folder)
@@ -265,13 +265,6 @@ def _packed(tensors: Mapping[str, Tensor]) -> bytes:
     return save({name: t.detach().cpu().clone().contiguous() for name, t in tensors.items()})
 
 
-def _write(path: Path, raw: bytes) -> None:
-    with open(path, "wb") as file:
-        file.write(raw)
-        file.flush()
-        os.fsync(file.fileno())
-
-
 def _sync(folder: Path) -> None:
     """The folder's own entries, on the disk."""
     if os.name != "nt":
@@ -280,17 +273,6 @@ def _sync(folder: Path) -> None:
             os.fsync(handle)
         finally:
             os.close(handle)
-
-
-def _replace(path: Path, raw: bytes) -> None:
-    """A file's new content, whole or not at all."""
-    draft = path.with_name(f".{path.name}.writing")
-    try:
-        _write(draft, raw)
-        os.replace(draft, path)
-    except OSError as error:
-        draft.unlink(missing_ok=True)
-        raise UsageError(f"{path} could not be written ({error.strerror})") from error
 
 
 # ------------------------------------------------------------------------------------------ a run
@@ -576,7 +558,7 @@ class Metrics:
                     continue
                 if row["step"] <= run.step:
                     kept.append(line)
-        _replace(self.path, "".join(f"{line}\n" for line in kept).encode())
+        shared.replace(self.path, "".join(f"{line}\n" for line in kept).encode())
         self.board: Any = None
         if run.settings.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
@@ -625,7 +607,8 @@ def _whole(training: Training, arguments: argparse.Namespace) -> int:
     resumed = training.resume() if arguments.resume else False
     first = training.processes.first
     if first:
-        _replace(training.folder / "settings.json", json.dumps(asdict(settings), indent=1).encode())
+        told = json.dumps(asdict(settings), indent=1)
+        shared.replace(training.folder / "settings.json", told.encode())
     metrics = Metrics(training) if first else None
     quiet = arguments.json or not first
     if not quiet:
@@ -650,7 +633,7 @@ def _whole(training: Training, arguments: argparse.Namespace) -> int:
     weights: dict[str, Any] = get_model_state_dict(training.wrapped, options=WHOLE)
     if first:
         net = {name.removeprefix("net."): t for name, t in weights.items()}
-        _replace(training.folder / "model.safetensors", _packed(net))
+        shared.replace(training.folder / "model.safetensors", _packed(net))
         if arguments.json:
             print(json.dumps({"steps": training.step, **last, "out": settings.out}, indent=1))
         else:

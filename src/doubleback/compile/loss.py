@@ -40,6 +40,7 @@ from ..capture import (
     Surroundings,
     assigns_data,
     forget,
+    is_distributed,
     leaving_transforms,
     plain,
     teach,
@@ -272,15 +273,22 @@ class Compiled:
         """Dynamo's backend: the graph is differentiated and compiled, and run by whoever calls."""
         call = _calls()[-1]
         try:
+            strange = [t for t in given if isinstance(t, Tensor) and not plain(t)]
+            for t in strange:
+                if is_distributed(t):
+                    raise InputError(
+                        f"the loss reads a distributed tensor of shape {tuple(t.shape)}, through "
+                        "which PyTorch's second derivatives are wrong without an error: layers "
+                        "split between processes are not supported"
+                    )
             _refuse_stored(module)
             loss = take_mark(module)
             if loss is None:
                 _check(None, False)
-            strange = [t for t in given if isinstance(t, Tensor) and not plain(t)]
             if strange:
                 raise CaptureError(
                     f"it meets a {type(strange[0]).__name__} of layout {strange[0].layout} "
-                    "(distributed, sparse or quantised), which cannot be traced"
+                    "(sparse or quantised), which cannot be traced"
                 )
             if assigns_data(module):
                 raise CaptureError("it assigns to a tensor's .data")
@@ -713,7 +721,7 @@ def held_modules(*holders: Any) -> list[nn.Module]:
             stack += [item.func, *item.args, *item.keywords.values()]
         elif isinstance(item, MethodType):
             stack += [item.__self__, item.__func__]
-        elif isinstance(item, FunctionType) and not item.__module__.startswith("torch"):
+        elif isinstance(item, FunctionType) and not (item.__module__ or "").startswith("torch"):
             variables = inspect.getclosurevars(item)
             stack += [*variables.nonlocals.values(), *variables.globals.values()]
             stack += item.__defaults__ or ()
