@@ -17,12 +17,15 @@ from support.fresh import run_fresh
 
 SOURCES = sorted(Path(doubleback.__file__).parent.rglob("*.py"))
 ONLY_WITH_CUDA = ("cuda_get_device",)
+SINCE = {"object_protocol": (2, 13)}
 
 
 @pytest.mark.parametrize("name", _torch.NAMES)
 def test_name(name):
     if name in ONLY_WITH_CUDA and not torch.backends.cuda.is_built():
         pytest.skip("needs a CUDA build of torch")
+    if name in SINCE and _torch.before(*SINCE[name]):
+        pytest.skip(f"needs torch {SINCE[name][0]}.{SINCE[name][1]}")
     path, why = _torch.NAMES[name]
     try:
         _torch.find(path)

@@ -248,6 +248,26 @@ NAMES: dict[str, tuple[str, str]] = {
         "torch._dynamo.variables.lists:ListVariable",
         "Dynamo's idea of a list, which takes a dictionary's keys without a guard",
     ),
+    "SetVariable": (
+        "torch._dynamo.variables:SetVariable",
+        "Dynamo's idea of a set: of what it does not hold, that must stay so",
+    ),
+    "UserDefinedObjectVariable": (
+        "torch._dynamo.variables:UserDefinedObjectVariable",
+        "objects of which two must stay two, where they are compared by identity",
+    ),
+    "BuiltinVariable": (
+        "torch._dynamo.variables:BuiltinVariable",
+        "where Dynamo compares them, before torch 2.13",
+    ),
+    "dynamo_builtin": (
+        "torch._dynamo.variables.builtin",
+        "where it does from torch 2.13 on",
+    ),
+    "object_protocol": (
+        "torch._dynamo.variables.object_protocol",
+        "likewise; there from torch 2.13 on",
+    ),
     "InstructionTranslator": (
         "torch._dynamo.symbolic_convert:InstructionTranslator",
         "where Dynamo notes of which dictionaries it guards the order of the keys",

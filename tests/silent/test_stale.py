@@ -542,3 +542,47 @@ def test_output_equals_the_network_now():
             warnings.simplefilter("ignore", db.CaptureWarning)
             out, _ = model(x)
             assert_close(out, model.net(x), f"step {i}")
+
+
+class Mode:
+    """Told apart by what it is, not by what it holds."""
+
+
+FAST, SLOW, IDLE = Mode(), Mode(), Mode()
+MODES, BY_MODE = [FAST, IDLE], {FAST: 2.5}
+QUESTIONS = {
+    "is": lambda mode: 2.5 if mode is FAST else 1.0,
+    "is not": lambda mode: 1.0 if mode is not FAST else 2.5,
+    "equals": lambda mode: 2.5 if mode == FAST else 1.0,
+    "differs": lambda mode: 1.0 if mode != FAST else 2.5,
+    "in a list": lambda mode: 2.5 if mode in MODES else 1.0,
+    "in a tuple": lambda mode: 2.5 if mode in (IDLE, FAST) else 1.0,
+    "a key": lambda mode: 2.5 if mode in BY_MODE else 1.0,
+    "got by a key": lambda mode: BY_MODE.get(mode, 1.0),
+    "in a set": lambda mode: 2.5 if mode in SOME else 1.0,
+}
+SOME = {FAST, IDLE}
+
+
+class Told(Scaled):
+    def __init__(self, question: str) -> None:
+        super().__init__()
+        self.question, self.mode = QUESTIONS[question], SLOW
+
+    def scale(self):
+        return self.question(self.mode)
+
+
+@pytest.mark.parametrize("how", ["sweeps", "region"])
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_objects_that_are_told_apart_by_identity(question, how):
+    """The graph of one object is not taken for another, whichever was there last."""
+    net, x = Told(question), torch.randn(3, 5)
+    if how == "sweeps":
+        model = db.Penalised(net, db.OutputGradient(0), strict=True)
+        run = lambda x: model(x)[0]  # noqa: E731
+    else:
+        run = torch.compile(net, backend="doubleback", options={"compiler": "eager"})
+    for mode in (FAST, SLOW, FAST, IDLE, SLOW, IDLE, FAST):
+        net.mode = mode
+        torch.testing.assert_close(run(x), net(x))

@@ -20,6 +20,7 @@ from __future__ import annotations
 import functools
 import gc
 import itertools
+import operator
 import os
 import re
 import sys
@@ -360,6 +361,7 @@ def teach() -> bool:
     _guard_one_object()
     _guard_keys()
     _guard_order()
+    _guard_two_objects()
     _guard_leaves()
     # it guards nothing that functions of the standard library read, `os.getenv` of the environment
     of_the_library = _torch.symbolic_convert.is_stdlib
@@ -417,6 +419,74 @@ def _guard_order() -> None:
         return call_list(self, tracer, name, args, kwargs)
 
     _torch.ListVariable.call_method = call_guarded
+
+
+def _guard_two_objects() -> None:
+    """Of two objects that are compared by identity it does not guard that they stay two."""
+    if _torch.before(2, 13):
+        kind, handlers = _torch.BuiltinVariable, _torch.symbolic_convert.compare_op_handlers
+
+        def noted(call: Callable) -> Callable:
+            def compare(*given: Any) -> Any:
+                result = call(*given)
+                args = given[-2]
+                if len(args) == 2:
+                    _stay_two(*args)
+                return result
+
+            return compare
+
+        for sign in ("is", "is not", "==", "!="):
+            handlers[sign] = noted(handlers[sign])
+        call_builtin = kind.call_function
+
+        def call_function(self: Any, *given: Any) -> Any:
+            compares = self.fn in (operator.is_, operator.is_not, operator.eq, operator.ne)
+            return (noted(call_builtin) if compares else call_builtin)(self, *given)
+
+        kind.call_function = call_function
+    else:
+        original = _torch.object_protocol.vt_identity_compare
+
+        def compared(left: Any, right: Any) -> Any:
+            result = original(left, right)
+            _stay_two(left, right)
+            return result
+
+        for module in (_torch.object_protocol, _torch.dynamo_builtin):
+            module.vt_identity_compare = compared
+    for kind in (_torch.ConstDictVariable, _torch.SetVariable):
+        if "__contains__" in vars(kind):
+            kind.__contains__ = _looked_for(kind.__contains__)
+
+
+def _looked_for(contains: Callable) -> Callable:
+    """Likewise of an object that is looked for among keys and is none of them."""
+
+    def noted(self: Any, key: Any) -> bool:
+        found = contains(self, key)
+        key = _torch.LazyVariableTracker.realize_all(key)
+        if not found and isinstance(key, _torch.UserDefinedObjectVariable):
+            for other in list(self.items):
+                _stay_two(getattr(other, "vt", None), key)
+        return found
+
+    return noted
+
+
+def _stay_two(left: Any, right: Any) -> None:
+    """What was decided for two objects holds no more once both names lead to one of them."""
+    kind = _torch.UserDefinedObjectVariable
+    left, right = map(_torch.LazyVariableTracker.realize_all, (left, right))
+    if not (isinstance(left, kind) and isinstance(right, kind)):
+        return
+    if left.source is not None and right.source is not None and left.value is not right.value:
+        _torch.install_guard(left.source.make_guard(functools.partial(_differ, other=right.source)))
+
+
+def _differ(builder: Any, guard: Any, other: Any) -> None:
+    code = f"{builder.arg_ref(guard)} is not {builder.arg_ref(other.name)}"
+    builder.add_python_lambda_leaf_guard_to_root([code], [code])
 
 
 def _guard_leaves() -> None:
