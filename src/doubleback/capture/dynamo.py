@@ -37,6 +37,7 @@ from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import nn
+from torch.utils._device import DeviceContext
 
 from .. import _torch
 from ..errors import CaptureError, InputError, let_through, untold, warn
@@ -85,6 +86,7 @@ class Capture:
         if self.resting and not at_once:
             assert self.refusal is not None
             raise self.refusal
+        refuse_modes(f"{type(net).__name__} cannot be captured")
         box = _Box(run)
         start, handled, known = monotonic(), sys.exception(), self.graphs
         failure: Exception | None = None
@@ -225,6 +227,7 @@ _SETTINGS = {
     "recompile_limit": MOST,
     "accumulated_recompile_limit": 4 * MOST,
     "fail_on_recompile_limit_hit": False,
+    "use_recursive_dict_tags_for_guards": False,  # the default from 2.13 on: it skips guards
 }
 
 
@@ -296,6 +299,17 @@ def _boxes() -> list[_Box]:
     if not hasattr(_local, "boxes"):
         _local.boxes = []
     return _local.boxes
+
+
+def refuse_modes(what: str) -> None:
+    """A mode of the caller's that changes what PyTorch's functions return would do so as Dynamo
+    reads them, and once more where they are traced and run."""
+    modes = [m for m in _torch.get_function_modes() if not isinstance(m, DeviceContext)]
+    if modes:
+        raise CaptureError(
+            f"{what} while {type(modes[-1]).__name__} is active: as a TorchFunctionMode it would "
+            "change what functions return twice\n  Remedy: enter it inside, or leave it."
+        )
 
 
 @contextmanager
@@ -506,8 +520,9 @@ def _stay_two(left: Any, right: Any) -> None:
 
 
 def _is_method(variable: Any) -> bool:
-    bound = isinstance(variable, _torch.dynamo_variables.UserMethodVariable)
-    return bound or isinstance(getattr(variable, "value", None), MethodType)
+    if isinstance(variable, _torch.UserDefinedObjectVariable):
+        return isinstance(variable.value, MethodType)
+    return isinstance(variable, _torch.dynamo_variables.UserMethodVariable)
 
 
 def _differ(builder: Any, guard: Any, other: Any) -> None:
@@ -666,11 +681,11 @@ def _from_getattr(value: Any, name: str) -> bool:
 def _guard_method(of: Any, name: str, found: Any) -> None:
     kinds = type(of.value).__mro__
     owner = next((kind for kind in kinds if vars(kind).get(name) is found.fn), None)
-    told = owner is None or issubclass(owner, nn.Module) or owner.__module__.startswith("torch.")
-    if told or found.source_fn is None:
+    if owner and (issubclass(owner, nn.Module) or owner.__module__.startswith("torch.")):
         return
-    _torch.install_guard(found.source_fn.make_guard(_torch.GuardBuilder.CLOSURE_MATCH))
-    if owner is not kinds[0]:
+    if found.source_fn is not None:
+        _torch.install_guard(found.source_fn.make_guard(_torch.GuardBuilder.CLOSURE_MATCH))
+    if owner not in (None, kinds[0]):
         _torch.install_guard(of.source.make_guard(functools.partial(_inherited, name=name)))
 
 

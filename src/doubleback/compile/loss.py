@@ -43,6 +43,7 @@ from ..capture import (
     is_distributed,
     leaving_transforms,
     plain,
+    refuse_modes,
     teach,
     turn,
 )
@@ -147,6 +148,7 @@ class Compiled:
         now = time.monotonic()
         if self.refusal is None or now >= self._again:
             try:
+                refuse_modes(f"{_name(self.fn)} cannot be traced")
                 return self._through(args, kwargs)
             except CaptureError as error:
                 if self.strict:
@@ -694,6 +696,7 @@ def _settings(constants: bool) -> dict[str, Any]:
         "recompile_limit": MOST,
         "accumulated_recompile_limit": 4 * MOST,
         "fail_on_recompile_limit_hit": False,
+        "use_recursive_dict_tags_for_guards": False,  # the default from 2.13 on: it skips guards
     }
     return {name: value for name, value in wanted.items() if _known(name)}
 
