@@ -39,12 +39,12 @@ from .._torch import (
 from ..capture import (
     Surroundings,
     assigns_data,
+    captured_by,
     forget,
     is_distributed,
     leaving_transforms,
     plain,
     teach,
-    turn,
 )
 from ..errors import (
     CaptureError,
@@ -200,8 +200,7 @@ class Compiled:
         stack.append(call)
         failure, returned, handled = None, (None, None), sys.exception()
         try:
-            settings = _torch.dynamo_config.patch(_settings(self._constants))
-            with turn, leaving_transforms(), settings:
+            with leaving_transforms():
                 returned = self._function((*args, *kwargs.values()))(
                     self.fn, call.args, call.kwargs, _TOOLS
                 )  # fmt: skip
@@ -242,14 +241,13 @@ class Compiled:
             def changed(failure: Any) -> None:
                 me()._changed(failure)  # type: ignore[union-attr]
 
+            def settings() -> dict[str, Any]:
+                return _settings(me()._constants)  # type: ignore[union-attr]
+
             _follow_requires_grad(_calls)
             teach()
             _refuse_to_tell_leaves(_calls)
-            optimise = _torch.dynamo_optimize(
-                receive, nopython=True, dynamic=self.dynamic, guard_fail_fn=changed
-            )
-            function = optimise(own)
-            assert function is not None
+            function = captured_by(own, receive, changed, settings, self.dynamic)
             if len(self._functions) >= MANY:
                 self._functions.pop(next(iter(self._functions)))
             self._functions[key] = function
