@@ -24,32 +24,4 @@ from .dynamo import (
     trackers_off,
     turn,
 )
-from .lifting import as_eager, assigns_data, kept_by_squeeze, mark, stop_gradient
-
-__all__ = [
-    "PATIENCE",
-    "Arguments",
-    "Surroundings",
-    "accept_plain_keys",
-    "as_eager",
-    "assigns_data",
-    "capture_of",
-    "choose_output",
-    "find_graph",
-    "forget",
-    "hooked",
-    "is_distributed",
-    "is_sharded",
-    "kept_by_squeeze",
-    "leaving_transforms",
-    "mark",
-    "only_one",
-    "place_of",
-    "plain",
-    "requires_grad",
-    "stop_gradient",
-    "take_apart",
-    "teach",
-    "trackers_off",
-    "turn",
-]
+from .lifting import THROUGH, as_eager, assigns_data, graphs_in, kept_by_squeeze, mark

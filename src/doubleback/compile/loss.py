@@ -19,8 +19,8 @@ import time
 import traceback
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -53,8 +53,9 @@ from ..errors import (
     ThirdDerivativeError,
     warn,
 )
+from ..graph import memory
 from ..kernels import batched
-from ..patch import patched, supported
+from ..patch import hold_patch, patched, patched_where_known, supported
 from ..run import no_autocast, quiet
 from .tracing import WholeStep, take_mark, trace_whole
 
@@ -159,13 +160,10 @@ class Compiled:
         return result
 
     def _on_autograd(self, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """fn itself. Putting the library's derivatives in takes as long as a small step, so they
-        stay from the first such call on, for as long as this object lives."""
-        if not self._patched and supported(torch.__version__):
+        """fn itself, under the library's derivatives, which stay from the first such call on."""
+        if not self._patched:
             self._patched = True
-            held = patched()
-            held.__enter__()
-            weakref.finalize(self, held.__exit__, None, None, None).atexit = False
+            hold_patch(self)
         result = self.fn(*args, **kwargs)
         loss = _first(result)
         _check(loss, torch.is_grad_enabled())
@@ -292,7 +290,7 @@ class Compiled:
                 )
             if assigns_data(module):
                 raise CaptureError("it assigns to a tensor's .data")
-            with _patch(), quiet():
+            with patched_where_known(), quiet():
                 step = trace_whole(module, given, self.compiler, self.scaler is not None, _check)
         except InputError as error:
             call.error = error
@@ -420,9 +418,9 @@ def _refuse_shared(step: WholeStep, inputs: Sequence[Any]) -> None:
     the graph they are strangers."""
     if not step.written:
         return
-    memory = [t.untyped_storage()._cdata if isinstance(t, Tensor) else None for t in inputs]
-    count = Counter(memory)
-    if any(count[memory[i]] > 1 for i in step.written):
+    places = [memory(t) if isinstance(t, Tensor) else None for t in inputs]
+    count = Counter(places)
+    if any(count[places[i]] > 1 for i in step.written):
         raise CaptureError("it writes to a tensor that shares memory with another that it reads")
 
 
@@ -696,12 +694,6 @@ def _settings(constants: bool) -> dict[str, Any]:
         "fail_on_recompile_limit_hit": False,
     }
     return {name: value for name, value in wanted.items() if _known(name)}
-
-
-@contextmanager
-def _patch() -> Iterator[None]:
-    with patched() if supported(torch.__version__) else nullcontext():
-        yield
 
 
 def held_modules(*holders: Any) -> list[nn.Module]:

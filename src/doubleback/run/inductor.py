@@ -29,7 +29,7 @@ from torch.fx.node import map_arg
 from .. import _torch
 from .._torch import FakeTensorMode, OpOverload, TracingContext, pytree, tracing
 from ..counting import flop_registry
-from ..graph import draws
+from ..graph import draws, memory_of
 from ..kernels import AGAIN, BOUNDARY, opaque
 from .straight_line import HANDED
 
@@ -361,17 +361,11 @@ def _keep_copies() -> None:
         def check(node: Node, how: Any = how) -> bool:
             written = pytree.tree_leaves([node.args[i] for i in how.mutated_args])
             others = [arg for i, arg in enumerate(node.args) if i not in how.mutated_args]
-            read = {_memory(part) for part in pytree.tree_leaves((others, node.kwargs))}
-            safe = not any(_overlaps(part) or _memory(part) in read for part in written)
+            read = {memory_of(part) for part in pytree.tree_leaves((others, node.kwargs))}
+            safe = not any(_overlaps(part) or memory_of(part) in read for part in written)
             return how.extra_check(node) and safe
 
         _torch.inplaceable_ops[op] = replace(how, extra_check=check)
-
-
-def _memory(node: Any) -> Any:
-    """Equal for values that share memory; of what is no tensor, itself."""
-    value = node.meta.get("val") if isinstance(node, Node) else None
-    return value.untyped_storage()._cdata if isinstance(value, Tensor) else id(node)
 
 
 def _overlaps(node: Any) -> bool:

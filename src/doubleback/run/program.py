@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .. import sweeps
 from .._torch import pytree
-from ..graph import Graph, Node
+from ..graph import Graph, Node, memory
 from ..kernels import had_again, taps_first
 from ..plan import Plan, Stretch
 from ..rules import add
@@ -338,12 +338,10 @@ class GradientProgram(FourSweeps):
         return t.shape[0] if t.dim() > len(meta.shape) else None
 
     def _measured(self, state: sweeps.State, xi: list[Tensor], extra: Sequence[Any]) -> Any:
-        held = {t.untyped_storage()._cdata for t in pytree.tree_leaves((state.values, state.xi))
-                if isinstance(t, Tensor)}  # fmt: skip
+        kept = pytree.tree_leaves((state.values, state.xi))
+        held = {memory(t) for t in kept if isinstance(t, Tensor)}
         # a copy of what is held: it is the caller's, who may write to it
-        return [
-            u.clone() if u.untyped_storage()._cdata in held else u for u in map(self._usual, xi)
-        ]
+        return [u.clone() if memory(u) in held else u for u in map(self._usual, xi)]
 
     def _start(self, state: sweeps.State, along: Any, extra: Sequence[Any]) -> dict[int, Tensor]:
         metas = self.plan.graph.values
@@ -761,11 +759,6 @@ def _split(plan: Plan, spec: Any, tensors: Sequence[Tensor]) -> tuple[list, Any,
     values = tensors[start] if several is None else list(tensors[start:end])
     written = tensors[end : end + len(plan.mutations)]
     return list(tensors[:start]), values, dict(zip(plan.mutations, written, strict=True))
-
-
-def memory(t: Tensor) -> int:
-    """Equal for tensors that share memory."""
-    return t.untyped_storage()._cdata if t.layout is torch.strided else id(t)
 
 
 def _fresh(result: Tensor, given: Sequence[Tensor]) -> Tensor:

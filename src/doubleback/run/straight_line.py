@@ -20,6 +20,7 @@ from .._torch import (
     TorchDispatchMode,
     parse_dispatch_key,
 )
+from ..graph import memory_of
 from ..kernels import (
     constant_over_places,
     direct,
@@ -161,21 +162,14 @@ def _near(earlier: torch.fx.Node, later: torch.fx.Node) -> bool:
     """So close that computing the earlier one later keeps nothing alive for long; not where
     gradients are handed over in between, after which what it reads may change, or where that is
     written to."""
-    node, read = later, set(map(_memory, earlier.all_input_nodes))
+    node, read = later, set(map(memory_of, earlier.all_input_nodes))
     for _ in range(NEAR):
         node = node.prev
         if node is earlier:
             return True
-        if node.target is HANDED or not read.isdisjoint(map(_memory, _writes_to(node))):
+        if node.target is HANDED or not read.isdisjoint(map(memory_of, _writes_to(node))):
             return False
     return False
-
-
-def _memory(node: torch.fx.Node) -> int:
-    """Equal for values that share memory."""
-    value: Any = node.meta.get("val")
-    told = isinstance(value, Tensor) and value.layout is torch.strided
-    return value.untyped_storage()._cdata if told else id(node)
 
 
 def _writes_to(node: torch.fx.Node) -> list[torch.fx.Node]:
