@@ -56,14 +56,14 @@ from ..graph import (
     saving_hooks_off,
     shares,
 )  # fmt: skip
+from ..kernels import library
 from ..rules import registered, stop_gradient
 
 aten = torch.ops.aten
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
-_library = torch.library.Library("doubleback", "FRAGMENT")
-_library.define("mark(Tensor x) -> Tensor")
-_library.impl("mark", lambda x: x.clone(), "CompositeExplicitAutograd")
+library.define("mark(Tensor x) -> Tensor")
+library.impl("mark", lambda x: x.clone(), "CompositeExplicitAutograd")
 mark = torch.ops.doubleback.mark.default
 """Put around a result, so that it is found in Dynamo's graph; never run."""
 
@@ -243,10 +243,11 @@ class _Autograd(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.cut: dict[Any, Tensor] = {}  # by the memory of what requires grad, reached without
+        # what was cut off and lies in the memory of a tensor that requires grad, by that memory
+        self.cut: dict[Any, Tensor] = {}
         self.name = ""  # of the function that was called last
-        self.open: list[Any] = []  # functions in Python that are looked into
-        self.asserted: list[tuple[Tensor, str]] = []  # what has to be true, and what to say else
+        self.open: list[Any] = []  # the Python functions that are being looked into
+        self.asserted: list[tuple[Tensor, str]] = []  # what has to be true, what to say otherwise
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -318,6 +319,7 @@ def _opened(function: FunctionType) -> Callable:
 
 
 def _no(*_: Any) -> bool:
+    """What `has_torch_function` answers where nobody watches."""
     return False
 
 
@@ -675,9 +677,9 @@ def _join_pieces(graph: torch.fx.Graph) -> None:
     into, as large as the whole, and a sum of as many as there are pieces."""
     pieces: dict[Any, dict[Any, list[torch.fx.Node]]] = {}
     for node in graph.nodes:
-        found = _piece(node)
-        if found is not None:
-            whole, where = found
+        piece = _piece(node)
+        if piece is not None:
+            whole, where = piece
             pieces.setdefault(whole, {}).setdefault(where, []).append(node)
     for (_, dim, length, kind), places in pieces.items():
         order = sorted(places)

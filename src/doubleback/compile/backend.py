@@ -27,7 +27,15 @@ from .._torch import (
     get_current_graph_task_keep_graph,
     will_engine_execute_node,
 )
-from ..capture import Surroundings, as_eager, forget, leaving_transforms, plain, teach
+from ..capture import (
+    Surroundings,
+    as_eager,
+    first_line,
+    forget,
+    leaving_transforms,
+    plain,
+    teach,
+)
 from ..errors import CaptureError, InputError, StaleGraphError, let_through, warn
 from ..graph import many, memory, saving_hooks_off
 from ..kernels import batched
@@ -326,9 +334,9 @@ class CompiledRegion:
                 raise
             except Exception as error:
                 let_through(error, handled)
-                cause = _told(error)
+                cause = f"its second derivative cannot be traced: {first_line(error)}"
                 forget(error)
-                self._refuse(cause)
+                self._refuse(CaptureError(cause))
                 return None
             self.variants.append(made)
             return made if made.fits(numbers) else None
@@ -827,19 +835,9 @@ def _plainly() -> Iterator[None]:
         raise
     except Exception as error:
         let_through(error, handled)
-        lines = str(error).strip().splitlines()
-        cause = CaptureError(f"{type(error).__name__}: {lines[0] if lines else ''}")
+        cause = CaptureError(f"{type(error).__name__}: {first_line(error)}")
         forget(error)
         raise cause from None
-
-
-def _told(error: Exception) -> CaptureError:
-    """What went wrong with a region's derivatives, in one line."""
-    inner = getattr(error, "inner_exception", None) or error
-    lines = [line.strip() for line in str(inner).splitlines() if line.strip()]
-    return CaptureError(
-        f"its second derivative cannot be traced: {lines[0] if lines else type(inner).__name__}"
-    )
 
 
 def register() -> None:

@@ -1,8 +1,11 @@
-"""A region of `torch.compile`, as TorchDynamo hands it over: run as eager would, on numbers or on
-tensors without, and looked at: what it draws, which results share memory.
+"""A region of `torch.compile`: a graph of PyTorch's functions that TorchDynamo hands to a backend.
 
-Its random numbers are drawn before it and handed to it: so forward, backward and second derivative,
-however often they run, see the same ones.
+Here it is run as eager would run it; a run on tensors without numbers finds out which random
+numbers it draws and which of its results share memory; and it is cut in pieces where one of its
+results is computed from another.
+
+Its random numbers are drawn before it and handed to it, so that forward, backward and second
+derivative see the same ones, however often they run.
 """
 
 from __future__ import annotations
@@ -221,7 +224,9 @@ def _is_open(leaf: Any) -> bool:
 class RegionCode:
     """A graph of PyTorch's functions, run as eager would: derivatives are autograd's business.
 
-    draws: random numbers, which are handed to it behind its inputs.
+    examples: Dynamo's inputs without numbers, of which `required` says which require grad; open:
+    the places of its open sizes, floats: of Python's numbers, which come as tensors; draws: random
+    numbers, which are handed to it behind its inputs; obstacle: why it has no second derivative.
     """
 
     def __init__(self, module: torch.fx.GraphModule) -> None:
@@ -239,8 +244,7 @@ class RegionCode:
         sizes = [(i, t) for i, t in enumerate(self.examples) if isinstance(t, torch.SymInt)]
         named = {t.node.expr: i for i, t in reversed(sizes) if not t.node.expr.is_number}
         self.open = sorted(named.values())  # of each open size, where it is given first
-        # Python's numbers that change come as tensors, whose item is the number
-        self.floats = [i for i, t in enumerate(self.examples) if _memo(t) is not None]
+        self.floats = [i for i, t in enumerate(self.examples) if _symbolic_number(t) is not None]
 
     def __call__(self, *inputs: Any) -> Sequence[Any]:
         """Its results from inputs and draws, on autograd's tape."""
@@ -308,8 +312,8 @@ class RegionCode:
         return sizes_from(symbols, wanted)
 
 
-def _memo(t: Any) -> Any:
-    """The number that a tensor without numbers stands for, a symbol."""
+def _symbolic_number(t: Any) -> Any:
+    """The symbol of the Python number that a tensor stands for; None for any other tensor."""
     memo = t.item_memo if isinstance(t, _torch.FakeTensor) and t.dim() == 0 else None
     return memo if isinstance(memo, torch.SymFloat) else None
 
@@ -562,7 +566,7 @@ def nodes_of(inputs: Sequence[Any]) -> dict[Any, int]:
 
 def behind(end: Any, starts: Mapping[Any, int]) -> frozenset[int]:
     """The places of inputs that a tensor is computed from, by autograd's graph."""
-    found: set[int] = set()
+    places: set[int] = set()
     seen: set[Any] = set()
     stack: list[Any] = [end.grad_fn] if isinstance(end, Tensor) else []
     while stack:
@@ -571,10 +575,10 @@ def behind(end: Any, starts: Mapping[Any, int]) -> frozenset[int]:
             continue
         seen.add(node)
         if node in starts:
-            found.add(starts[node])
+            places.add(starts[node])
         else:
             stack += [following for following, _ in node.next_functions]
-    return frozenset(found)
+    return frozenset(places)
 
 
 def reached(sets: Sequence[frozenset[int]], grads: Sequence[Tensor | None]) -> frozenset[int]:
@@ -594,7 +598,7 @@ def _to_write_to(code: RegionCode, inputs: Sequence[Any]) -> list[Any]:
 
 def _is_large(t: Any) -> bool:
     """Not a number: its stand-in remembers its symbol."""
-    return isinstance(t, Tensor) and _memo(t) is None
+    return isinstance(t, Tensor) and _symbolic_number(t) is None
 
 
 def base_of(t: Any) -> Any:
@@ -744,9 +748,9 @@ class Pieces:
             t = n.meta["example_value"]
             if isinstance(t, Tensor):
                 kinds.setdefault(memory(t), set()).add(t.dtype)
-        found = read.intersection(n for n in returned if on_tape(n.meta["example_value"]))
+        reread = read.intersection(n for n in returned if on_tape(n.meta["example_value"]))
         # as another dtype the memory of a copy cannot be told from the original's
-        return {n for n in found if len(kinds[memory(n.meta["example_value"])]) == 1}
+        return {n for n in reread if len(kinds[memory(n.meta["example_value"])]) == 1}
 
 
 def _copy(t: Tensor) -> Tensor:
@@ -782,8 +786,8 @@ class _Ways(_AsEager):
         with mode, code.as_it_was(), torch.enable_grad(), dispatcher:
             self.run(*_to_write_to(code, [bare(t) for t in code.examples]))
         given = {id(t) for note in self.notes if note.is_input for t in note.made}
-        found = [self.values[n] for n in ends]
-        self.ends = {id(t): t for t in found if id(t) not in given}
+        results = [self.values[n] for n in ends]
+        self.ends = {id(t): t for t in results if id(t) not in given}
 
     def run_node(self, n: torch.fx.Node) -> Any:
         if n.op == "output":

@@ -22,7 +22,6 @@ from .launch import (
     batched,
     being_flattened,
     boundary,
-    compiling,
     direct,
     eager,
     for_compiler,

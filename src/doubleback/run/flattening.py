@@ -180,12 +180,13 @@ def _placed(tensors: Sequence[Tensor], places: Sequence[bool]) -> list[Tensor | 
 
 
 def in_parts(parts: Iterable[list[Tensor | None]]) -> list[list[bool]]:
-    """For `flatten`: mark where each part is complete; which of its places hold a tensor."""
-    there = []
+    """For `flatten`: marks where each part is complete; returns which of its places hold a
+    tensor."""
+    present = []
     for part in parts:
         straight_line.HANDED([t for t in part if t is not None])
-        there.append([t is not None for t in part])
-    return there
+        present.append([t is not None for t in part])
+    return present
 
 
 @dataclass(frozen=True)
@@ -385,10 +386,10 @@ class Replay:
     ) -> Any:  # fmt: skip
         """fn(program, item), flat where graphs are used. consume: dictionaries in `item` that may
         be emptied, so that their tensors are freed at their last use."""
-        found = self._find(program, key, fn, item)
-        if found is None:
+        graph_and_inputs = self._find(program, key, fn, item)
+        if graph_and_inputs is None:
             return fn(self.here(program), item)
-        flat, tensors = found
+        flat, tensors = graph_and_inputs
         for part in consume:
             part.clear()
         return self._launch(flat, tensors)
@@ -405,11 +406,11 @@ class Replay:
             yield self(program, key, lambda here, given: next(fn(here, given)), item, consume)
             return
         flattened = lambda here, given: in_parts(fn(here, given))  # noqa: E731
-        found = self._find(program, (key, "in parts"), flattened, item)
-        if found is None:
+        graph_and_inputs = self._find(program, (key, "in parts"), flattened, item)
+        if graph_and_inputs is None:
             yield from fn(self.here(program), item)
             return
-        flat, tensors = found
+        flat, tensors = graph_and_inputs
         for part in consume:
             part.clear()
         yield from flat.parts(tensors)
@@ -490,8 +491,8 @@ class Family:
             (s[0], math.prod(s[1:])) for s in own[:1] if s and all(type(n) is int for n in s[1:])
         ]
         columns = [s[:1] for s in own if s]
-        found = [s for s in (*own, *joined, *columns) if any(type(n) is not int for n in s)]
-        return self.graph.filler(tuple(dict.fromkeys(found)))
+        moving = [s for s in (*own, *joined, *columns) if any(type(n) is not int for n in s)]
+        return self.graph.filler(tuple(dict.fromkeys(moving)))
 
     @cached_property
     def open_values(self) -> frozenset[int]:

@@ -348,8 +348,8 @@ def _keep_names() -> None:
         reads = self.read_writes.reads
         waits = [dep for dep in reads if isinstance(dep, (_torch.WeakDep, _torch.StarDep))]
         original(self, *args, **kwargs)
-        found = self.read_writes.with_read(type(reads)(waits))
-        self.set_read_writes(found.rename(self.mutation_renames))
+        dependencies = self.read_writes.with_read(type(reads)(waits))
+        self.set_read_writes(dependencies.rename(self.mutation_renames))
 
     node.recompute_size_and_body = recompute  # type: ignore[method-assign]
 
@@ -622,7 +622,7 @@ def _shown(node: Node) -> Node:
 
 def _written_to(graph: Graph) -> set[Node]:
     """Values that an operator writes to."""
-    found: set[Node] = set()
+    written: set[Node] = set()
     for node in graph.nodes:
         schema = getattr(node.target, "_schema", None)
         if schema is None or not schema.is_mutable or node.target in (AGAIN, BOUNDARY):
@@ -631,8 +631,8 @@ def _written_to(graph: Graph) -> set[Node]:
             if argument.is_write:
                 given = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
                 parts = given if isinstance(given, list | tuple) else [given]
-                found |= {_shown(n) for n in parts if isinstance(n, Node)}
-    return found
+                written |= {_shown(n) for n in parts if isinstance(n, Node)}
+    return written
 
 
 class _Cut:

@@ -67,6 +67,15 @@ def clean(module: torch.fx.GraphModule, for_compiler: bool = False) -> None:
         module.recompile()
 
 
+def _replace(node: torch.fx.Node, make: Callable[..., torch.fx.Node], *args: Any) -> None:
+    """Put the node that `make(*args)` adds to the graph in this one's place."""
+    with node.graph.inserting_before(node):
+        new = make(*args)
+    new.meta = dict(node.meta)
+    node.replace_all_uses_with(new)
+    node.graph.erase_node(node)
+
+
 _LIFTS = (aten.lift_fresh_copy.default, aten.lift_fresh.default, aten.detach.default)
 
 
@@ -92,11 +101,7 @@ def move_constants(module: torch.fx.GraphModule) -> None:
             continue
         name = f"{source.target}_moved_{node.name}"
         module.register_buffer(name, aten._to_copy(constant, **node.kwargs), persistent=False)
-        with graph.inserting_before(node):
-            moved = graph.get_attr(name)
-        moved.meta = dict(node.meta)
-        node.replace_all_uses_with(moved)
-        graph.erase_node(node)
+        _replace(node, graph.get_attr, name)
         any_moved = True
     if any_moved:
         graph.eliminate_dead_code()
@@ -205,11 +210,7 @@ def _join_product(graph: torch.fx.Graph, node: torch.fx.Node, for_compiler: bool
             and base.meta["val"].dtype == product.meta["val"].dtype
         )
         if fits:
-            with graph.inserting_before(node):
-                joined = _add_product(graph, base, *product.args, for_compiler)  # type: ignore[arg-type]
-            joined.meta = dict(node.meta)
-            node.replace_all_uses_with(joined)
-            graph.erase_node(node)
+            _replace(node, _add_product, graph, base, *product.args, for_compiler)  # type: ignore[union-attr, misc]
             return
 
 
@@ -237,11 +238,7 @@ def _join_multiple(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
             and _alike(base.meta["val"].stride(), node.meta["val"].stride())
         )
         if fits:
-            with graph.inserting_before(node):
-                joined = graph.call_function(aten.addcmul.default, (base, *factors))
-            joined.meta = dict(node.meta)
-            node.replace_all_uses_with(joined)
-            graph.erase_node(node)
+            _replace(node, graph.call_function, aten.addcmul.default, (base, *factors))
             return
 
 
@@ -316,11 +313,7 @@ def _direct(graph: torch.fx.Graph) -> None:
             method = _METHODS[node.target]
             if method == "reshape" and _written(node):
                 method = "view"  # a copy would lose what is written
-            with graph.inserting_before(node):
-                call = graph.call_method(method, node.args)
-            call.meta = dict(node.meta)
-            node.replace_all_uses_with(call)
-            graph.erase_node(node)
+            _replace(node, graph.call_method, method, node.args)
         elif name in ("mm", "addmm") and not node.kwargs and _turned(node.args[-1]):
             x, weight = node.args[-2], node.args[-1].args[0]
             rest = (node.args[0],) if name == "addmm" else ()
