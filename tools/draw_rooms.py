@@ -38,7 +38,7 @@ ORDER = (
     ("",),  # the public names
     ("cli",),
 )
-GROUND = (*ORDER[0], *ORDER[1])  # small modules that any room may import: no arrows are drawn to them
+GROUND = (*ORDER[0], *ORDER[1])  # small modules: no arrows are drawn to them
 
 Name = tuple[str, ...]
 
