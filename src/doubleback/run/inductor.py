@@ -29,7 +29,7 @@ from torch.fx.node import map_arg
 from .. import _torch
 from .._torch import FakeTensorMode, OpOverload, TracingContext, pytree, tracing
 from ..counting import flop_registry
-from ..graph import draws
+from ..graph import draws, memory_of
 from ..kernels import AGAIN, BOUNDARY, opaque
 from .straight_line import HANDED
 
@@ -348,8 +348,8 @@ def _keep_names() -> None:
         reads = self.read_writes.reads
         waits = [dep for dep in reads if isinstance(dep, (_torch.WeakDep, _torch.StarDep))]
         original(self, *args, **kwargs)
-        found = self.read_writes.with_read(type(reads)(waits))
-        self.set_read_writes(found.rename(self.mutation_renames))
+        dependencies = self.read_writes.with_read(type(reads)(waits))
+        self.set_read_writes(dependencies.rename(self.mutation_renames))
 
     node.recompute_size_and_body = recompute  # type: ignore[method-assign]
 
@@ -361,17 +361,11 @@ def _keep_copies() -> None:
         def check(node: Node, how: Any = how) -> bool:
             written = pytree.tree_leaves([node.args[i] for i in how.mutated_args])
             others = [arg for i, arg in enumerate(node.args) if i not in how.mutated_args]
-            read = {_memory(part) for part in pytree.tree_leaves((others, node.kwargs))}
-            safe = not any(_overlaps(part) or _memory(part) in read for part in written)
+            read = {memory_of(part) for part in pytree.tree_leaves((others, node.kwargs))}
+            safe = not any(_overlaps(part) or memory_of(part) in read for part in written)
             return how.extra_check(node) and safe
 
         _torch.inplaceable_ops[op] = replace(how, extra_check=check)
-
-
-def _memory(node: Any) -> Any:
-    """Equal for values that share memory; of what is no tensor, itself."""
-    value = node.meta.get("val") if isinstance(node, Node) else None
-    return value.untyped_storage()._cdata if isinstance(value, Tensor) else id(node)
 
 
 def _overlaps(node: Any) -> bool:
@@ -628,7 +622,7 @@ def _shown(node: Node) -> Node:
 
 def _written_to(graph: Graph) -> set[Node]:
     """Values that an operator writes to."""
-    found: set[Node] = set()
+    written: set[Node] = set()
     for node in graph.nodes:
         schema = getattr(node.target, "_schema", None)
         if schema is None or not schema.is_mutable or node.target in (AGAIN, BOUNDARY):
@@ -637,8 +631,8 @@ def _written_to(graph: Graph) -> set[Node]:
             if argument.is_write:
                 given = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
                 parts = given if isinstance(given, list | tuple) else [given]
-                found |= {_shown(n) for n in parts if isinstance(n, Node)}
-    return found
+                written |= {_shown(n) for n in parts if isinstance(n, Node)}
+    return written
 
 
 class _Cut:
