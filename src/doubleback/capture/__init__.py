@@ -16,16 +16,15 @@ from .dynamo import (
     PATIENCE,
     Surroundings,
     capture_of,
+    captured_by,
     find_graph,
     first_line,
     forget,
     hooked,
     leaving_transforms,
-    own_function,
     remedy,
     stopped_at,
     teach,
     trackers_off,
-    turn,
 )
 from .lifting import THROUGH, as_eager, assigns_data, graphs_in, kept_by_squeeze, mark

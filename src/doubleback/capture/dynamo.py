@@ -90,7 +90,8 @@ class Capture:
         failure: Exception | None = None
         result: Any = None
         try:
-            result = self._with_settings(net, box, args, kwargs)
+            with leaving_transforms(), _modes_off(box), trackers_off():
+                result = self._enter(net, box, args, kwargs)
         except Exception as error:
             if error is box.error:
                 raise
@@ -120,23 +121,6 @@ class Capture:
         """Whether it was refused, and not so long ago that it is tried again."""
         return self.refusal is not None and monotonic() < self._again
 
-    def _with_settings(self, net: nn.Module, box: _Box, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Under Dynamo's settings as a capture needs them, until a graph is found. They are put
-        back also where Ctrl-C arrives as they are set or put back."""
-        with turn:
-            try:
-                for name, value in _SETTINGS.items():
-                    box.before[name] = getattr(_torch.dynamo_config, name)
-                    setattr(_torch.dynamo_config, name, value)
-                with leaving_transforms(), _modes_off(box), trackers_off():
-                    return self._enter(net, box, args, kwargs)
-            finally:
-                try:
-                    box.put_back()
-                except BaseException:
-                    box.put_back()
-                    raise
-
     def _enter(self, net: nn.Module, box: _Box, args: tuple, kwargs: dict[str, Any]) -> Any:
         _Quiet.install()
         teach()
@@ -159,11 +143,15 @@ class Capture:
         if compiled is None:
             self._surroundings = Surroundings(net)
             # a copy: Dynamo adds names of its own there
-            compiled = own_function(self, _call, "call_network", dict(_call.__globals__))
+            scope = dict(_call.__globals__)
+            compiled = captured_by(self, _call, "call_network", scope)
             if len(self._compiled) >= MANY:
                 self._compiled.pop(next(iter(self._compiled)))
             self._compiled[self._surroundings.key()] = compiled
         return compiled
+
+    def settings(self) -> Mapping[str, Any]:
+        return _SETTINGS
 
     def receive(self, module: torch.fx.GraphModule, given: Sequence[Any]) -> Callable:
         """Dynamo's backend: the graph is lifted, and run by whoever calls."""
@@ -202,33 +190,6 @@ class Capture:
             )
 
 
-def own_function(
-    owner: Any, template: Callable, name: str, scope: dict[str, Any], **options: Any
-) -> Callable:
-    """A function under Dynamo, which hands its graphs to `owner.receive` and notes in
-    `owner.changes` which of its guards failed last.
-
-    It has a code object and a name of its own: by the one Dynamo keeps graphs, by the other it
-    remembers which sizes have changed. Dynamo never forgets a backend, so that this one knows its
-    owner by a weak reference.
-    """
-    code = template.__code__.replace(co_name=f"{name}_{next(_count)}")
-    own, me = FunctionType(code, scope), weakref.ref(owner)
-
-    def receive(module: torch.fx.GraphModule, given: Sequence[Any]) -> Callable:
-        return me().receive(module, given)  # type: ignore[union-attr]
-
-    def changed(failure: Any) -> None:
-        holder: Any = me()
-        holder.changes = [*holder.changes[-3:], str(failure.reason).splitlines()[0]]
-
-    optimise = _torch.dynamo_optimize(receive, nopython=True, guard_fail_fn=changed, **options)
-    function = optimise(own)
-    assert function is not None
-    weakref.finalize(own, _torch.dynamo_reset_code, code).atexit = False
-    return function
-
-
 _SETTINGS = {
     "allow_rnn": True,  # recurrent layers are taken apart into cells
     "allow_unspec_int_on_nn_module": True,  # a counter is no reason to capture anew
@@ -242,47 +203,88 @@ _SETTINGS = {
 
 
 # Before 2.13 Dynamo's settings are those of all threads, and one at a time may change them.
-turn: Any = threading.RLock() if _torch.before(2, 13) else nullcontext()
+_turn: Any = threading.RLock() if _torch.before(2, 13) else nullcontext()
 
 
-@contextmanager
-def _others_turn() -> Iterator[None]:
-    """Meanwhile other threads may have theirs: what runs in the graph's place needs no setting."""
-    if isinstance(turn, nullcontext):
-        yield
-        return
-    turn.release()
-    try:
-        yield
-    finally:
-        turn.acquire()
+def captured_by(
+    owner: Any, template: Any, name: str, scope: dict[str, Any], dynamic: bool | None = None
+) -> Callable:
+    """A function as one graph of Dynamo's for each call that no earlier graph fits.
+
+    owner: its `receive` is Dynamo's backend, its `settings` are Dynamo's for captures alone, and
+    its `changes` say which guards failed last. Dynamo never forgets a backend, so that this one
+    knows its owner by a weak reference.
+    template, name, scope: the function has its code with a code object and a name of its own, and
+    these globals: by the one Dynamo keeps graphs, by the other it remembers which sizes have
+    changed.
+    """
+    code = template.__code__.replace(co_name=f"{name}_{next(_count)}")
+    own: Any = FunctionType(code, scope)
+    me: Any = weakref.ref(owner)
+
+    def receive(module: torch.fx.GraphModule, given: Sequence[Any]) -> Callable:
+        return me().receive(module, given)
+
+    def changed(failure: Any) -> None:
+        holder = me()
+        holder.changes = [*holder.changes[-3:], str(failure.reason).splitlines()[0]]
+
+    optimise = _torch.dynamo_optimize(
+        receive, nopython=True, dynamic=dynamic, guard_fail_fn=changed
+    )
+    optimise.callback = _Callback(optimise.callback, lambda: me().settings())
+    compiled = optimise(own)
+    assert compiled is not None
+    weakref.finalize(own, _torch.dynamo_reset_code, code).atexit = False
+    return compiled
+
+
+class _Callback:
+    """What Dynamo calls where no graph fits, under settings of its own: to set and put them back
+    takes as long as a few kernels, so calls by graphs that there are do without."""
+
+    def __init__(self, callback: Any, settings: Callable[[], Mapping[str, Any]]) -> None:
+        self._torchdynamo_orig_backend = callback  # the name by which Dynamo looks for a backend
+        self._settings = settings
+
+    def __call__(self, *frame: Any) -> Any:
+        before: dict[str, Any] = {}
+        with _turn:
+            try:
+                for name, value in self._settings().items():
+                    before[name] = getattr(_torch.dynamo_config, name)
+                    setattr(_torch.dynamo_config, name, value)
+                return self._torchdynamo_orig_backend(*frame)
+            finally:
+                try:
+                    _put_back(before)
+                except BaseException:  # Ctrl-C
+                    _put_back(before)
+                    raise
+
+
+def _put_back(before: dict[str, Any]) -> None:
+    for name in list(before):
+        setattr(_torch.dynamo_config, name, before[name])
+        del before[name]
 
 
 class _Box:
     """What one call runs in the place of the graph.
 
-    before: Dynamo's settings as they were before the call, and are again while `run` runs; error:
-    the one that `run` raised itself; modes: the caller's, which were off for the capture.
+    error: the one that `run` raised itself; modes: the caller's, which were off for the capture.
     """
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        self.before: dict[str, Any] = {}
         self.error: BaseException | None = None
         self.modes: Sequence[Any] = ()
 
-    def put_back(self) -> None:
-        for name in list(self.before):
-            setattr(_torch.dynamo_config, name, self.before[name])
-            del self.before[name]
-
     def __call__(self, graph: Graph, inputs: Sequence[Any]) -> Sequence[Any]:
-        self.put_back()
         for mode in self.modes:
             _torch.push_mode(mode)
         try:
-            with _others_turn():
-                return self.run(graph, inputs)
+            return self.run(graph, inputs)
         except BaseException as error:
             self.error = error
             raise

@@ -35,16 +35,15 @@ from .._torch import (
 from ..capture import (
     Surroundings,
     assigns_data,
+    captured_by,
     first_line,
     forget,
     is_distributed,
     leaving_transforms,
-    own_function,
     plain,
     remedy,
     stopped_at,
     teach,
-    turn,
 )
 from ..errors import (
     CaptureError,
@@ -198,8 +197,7 @@ class Compiled:
         stack.append(call)
         failure, returned, handled = None, (None, None), sys.exception()
         try:
-            settings = _torch.dynamo_config.patch(_settings(self._constants))
-            with turn, leaving_transforms(), settings:
+            with leaving_transforms():
                 returned = self._function((*args, *kwargs.values()))(
                     self.fn, call.args, call.kwargs, _TOOLS
                 )  # fmt: skip
@@ -233,7 +231,7 @@ class Compiled:
             _refuse_to_tell_leaves(_calls)
             # Dynamo looks for other functions' globals in the module of their name
             scope = _globals(self.fn)
-            function = own_function(self, _observed, "call_loss", scope, dynamic=self.dynamic)
+            function = captured_by(self, _observed, "call_loss", scope, self.dynamic)
             if len(self._functions) >= MANY:
                 self._functions.pop(next(iter(self._functions)))
             self._functions[key] = function
@@ -249,6 +247,9 @@ class Compiled:
                 self._surroundings[module] = (Surroundings(module),)
         keys = (self._surroundings[holder] for holder in (self, *given))
         return tuple([s.key() for each in keys for s in each])
+
+    def settings(self) -> dict[str, Any]:
+        return _settings(self._constants)
 
     def receive(self, module: torch.fx.GraphModule, given: Sequence[Any]) -> Callable:
         """Dynamo's backend: the graph is differentiated and compiled, and run by whoever calls."""
