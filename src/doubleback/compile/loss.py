@@ -192,6 +192,7 @@ class Compiled:
             return self._enter(args, kwargs)
 
     def _enter(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """One attempt: by the graph that fits, which Dynamo captures where there is none yet."""
         call = _LossCall(args, kwargs)
         stack = _calls()
         stack.append(call)
@@ -302,6 +303,8 @@ class Compiled:
     # ------------------------------------------------------------------------------ calls
 
     def _launch(self, step: WholeStep, inputs: Sequence[Any]) -> Sequence[Any]:
+        """What Dynamo's code calls in the graph's place: the loss with its gradients, and what else
+        fn returns."""
         call = _calls()[-1]
         try:
             _refuse_shared(step, inputs)
