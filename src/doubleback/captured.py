@@ -491,6 +491,8 @@ class CapturedModule(nn.Module):
             return replace(site, asked=True, key=("asked", *site.key))
 
     def _site(self, graph: Graph, inputs: Sequence[Any], call: Arguments) -> Site:
+        """This call of the captured graph: its sizes read off, the caller's own tensors in the
+        place of the aliases that the capture saw. Raises where the sweeps would not be right."""
         only_one(graph.targets, self.output)
         numbers = graph.read_symbols(inputs)
         if not graph.holds(numbers):

@@ -349,6 +349,7 @@ class Penalised(CapturedModule):
     def _accumulate_whole(
         self, call: Arguments, own_loss: Loss | None, target: Any, weight: float
     ) -> tuple[Any, Tensor, Tensor]:
+        """One step with the penalty of every row, by sweeps or on autograd."""
         told: list[Tensor] = []
         pairs: list[tuple[Tensor, Tensor]] = []
         lent: list[bool] = []
@@ -388,6 +389,7 @@ class Penalised(CapturedModule):
     def _accumulate_shortly(
         self, args: tuple, way: Way, loss: Loss | None, target: Any, weight: float
     ) -> tuple[Any, Tensor, Tensor]:
+        """The same on autograd, with the least work for the host."""
         if self.penalty.own_loss is not None:
             target = args[len(args) - self.penalty.extras]
         if loss is not None:

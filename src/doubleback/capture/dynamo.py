@@ -143,7 +143,8 @@ class Capture:
         if compiled is None:
             self._surroundings = Surroundings(net)
             # a copy: Dynamo adds names of its own there
-            compiled = own_function(self, _call, "call_network", dict(_call.__globals__))
+            scope = dict(_call.__globals__)
+            compiled = captured_by(self, _call, "call_network", scope)
             if len(self._compiled) >= MANY:
                 self._compiled.pop(next(iter(self._compiled)))
             self._compiled[self._surroundings.key()] = compiled
@@ -190,34 +191,6 @@ class Capture:
             )
 
 
-def own_function(
-    owner: Any, template: Callable, name: str, scope: dict[str, Any], **options: Any
-) -> Callable:
-    """A function under Dynamo, which hands its graphs to `owner.receive`, captures under
-    `owner.settings()`, and notes in `owner.changes` which of its guards failed last.
-
-    It has a code object and a name of its own: by the one Dynamo keeps graphs, by the other it
-    remembers which sizes have changed. Dynamo never forgets a backend, so that this one knows its
-    owner by a weak reference.
-    """
-    code = template.__code__.replace(co_name=f"{name}_{next(_count)}")
-    own, me = FunctionType(code, scope), weakref.ref(owner)
-
-    def receive(module: torch.fx.GraphModule, given: Sequence[Any]) -> Callable:
-        return me().receive(module, given)  # type: ignore[union-attr]
-
-    def changed(failure: Any) -> None:
-        holder: Any = me()
-        holder.changes = [*holder.changes[-3:], str(failure.reason).splitlines()[0]]
-
-    optimise = _torch.dynamo_optimize(receive, nopython=True, guard_fail_fn=changed, **options)
-    optimise.callback = _Callback(optimise.callback, lambda: me().settings())  # type: ignore[union-attr]
-    function = optimise(own)
-    assert function is not None
-    weakref.finalize(own, _torch.dynamo_reset_code, code).atexit = False
-    return function
-
-
 _SETTINGS = {
     "allow_rnn": True,  # recurrent layers are taken apart into cells
     "allow_unspec_int_on_nn_module": True,  # a counter is no reason to capture anew
@@ -232,6 +205,39 @@ _SETTINGS = {
 
 # Before 2.13 Dynamo's settings are those of all threads, and one at a time may change them.
 _turn: Any = threading.RLock() if _torch.before(2, 13) else nullcontext()
+
+
+def captured_by(
+    owner: Any, template: Any, name: str, scope: dict[str, Any], dynamic: bool | None = None
+) -> Callable:
+    """A function as one graph of Dynamo's for each call that no earlier graph fits.
+
+    owner: its `receive` is Dynamo's backend, its `settings` are Dynamo's for captures alone, and
+    its `changes` say which guards failed last. Dynamo never forgets a backend, so that this one
+    knows its owner by a weak reference.
+    template, name, scope: the function has its code with a code object and a name of its own, and
+    these globals: by the one Dynamo keeps graphs, by the other it remembers which sizes have
+    changed.
+    """
+    code = template.__code__.replace(co_name=f"{name}_{next(_count)}")
+    own: Any = FunctionType(code, scope)
+    me: Any = weakref.ref(owner)
+
+    def receive(module: torch.fx.GraphModule, given: Sequence[Any]) -> Callable:
+        return me().receive(module, given)
+
+    def changed(failure: Any) -> None:
+        holder = me()
+        holder.changes = [*holder.changes[-3:], str(failure.reason).splitlines()[0]]
+
+    optimise = _torch.dynamo_optimize(
+        receive, nopython=True, dynamic=dynamic, guard_fail_fn=changed
+    )
+    optimise.callback = _Callback(optimise.callback, lambda: me().settings())
+    compiled = optimise(own)
+    assert compiled is not None
+    weakref.finalize(own, _torch.dynamo_reset_code, code).atexit = False
+    return compiled
 
 
 class _Callback:

@@ -497,6 +497,8 @@ class _Converter:
         return size(item.meta["val"])
 
     def _call(self, node: torch.fx.Node) -> None:
+        """Enter an operator's call as a `Node`; what only names a value anew, or computes a number,
+        is noted and becomes none."""
         if node.target is operator.getitem:
             value = self.number.get((node.args[0], node.args[1]))  # type: ignore[arg-type]
             if value is not None:

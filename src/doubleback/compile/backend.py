@@ -527,6 +527,7 @@ def _watch(function: Any, region: CompiledRegion) -> None:
         return outputs
 
     def open_backward(ctx: Any, *grads: Any) -> Any:
+        """AOTAutograd's backward, or autograd once more where that has no derivative."""
         keep = get_current_graph_task_keep_graph()
         create_graph = torch.is_grad_enabled()
         donated = keep and function.compiled_bw is not None and metadata.bw_donated_idxs
@@ -675,6 +676,8 @@ class RegionForward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, _: Tensor | None, *grads: Tensor | None) -> tuple:
+        """Gradients of the inputs, from what arrives at the outputs and from what the region's own
+        gradients have left, if they were differentiated: one run of the pass `second` for both."""
         call: RegionCall = ctx.call
         stages = call.stages
         token, *tensors = ctx.saved_tensors

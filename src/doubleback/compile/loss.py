@@ -35,11 +35,11 @@ from .._torch import (
 from ..capture import (
     Surroundings,
     assigns_data,
+    captured_by,
     first_line,
     forget,
     is_distributed,
     leaving_transforms,
-    own_function,
     plain,
     remedy,
     stopped_at,
@@ -199,6 +199,7 @@ class Compiled:
             return self._enter(args, kwargs)
 
     def _enter(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """One attempt: by the graph that fits, which Dynamo captures where there is none yet."""
         call = _LossCall(args, kwargs)
         stack = _calls()
         stack.append(call)
@@ -238,7 +239,7 @@ class Compiled:
             _refuse_to_tell_leaves(_calls)
             # Dynamo looks for other functions' globals in the module of their name
             scope = _globals(self.fn)
-            function = own_function(self, _observed, "call_loss", scope, dynamic=self.dynamic)
+            function = captured_by(self, _observed, "call_loss", scope, self.dynamic)
             if len(self._functions) >= MANY:
                 self._functions.pop(next(iter(self._functions)))
             self._functions[key] = function
@@ -322,6 +323,8 @@ class Compiled:
     # ------------------------------------------------------------------------------ calls
 
     def _launch(self, step: WholeStep, inputs: Sequence[Any]) -> Sequence[Any]:
+        """What Dynamo's code calls in the graph's place: the loss with its gradients, and what else
+        fn returns."""
         call = _calls()[-1]
         try:
             _refuse_shared(step, inputs)

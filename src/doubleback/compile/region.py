@@ -85,7 +85,7 @@ class _Randomness(TorchDispatchMode, ABC):
 
     @abstractmethod
     def meet(self, draw: Draw) -> Tensor:
-        """What was drawn."""
+        """The numbers of one draw, which operators are computed from."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
@@ -96,6 +96,8 @@ class _Randomness(TorchDispatchMode, ABC):
         return self._drawn(func, args, kwargs)
 
     def _drawn(self, op: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """What the operator returns, made of numbers that depend on sizes alone: uniform ones in
+        the place of those that depend on a probability, normal ones in that of a mean."""
         if kwargs.get("generator") is not None:
             raise CaptureError(f"{op} draws from a generator of its own")
         if op is aten.native_dropout.default:
@@ -606,6 +608,8 @@ def base_of(t: Any) -> Any:
 
 
 def _layout(inputs: Sequence[Any], results: Sequence[Any], starts: Mapping[Any, int]) -> Layout:
+    """The layout of what a run has returned. A result in an input's memory is that input or a view
+    of it; of the others, those that share memory are views of one output."""
     own = {memory(t): i for i, t in reversed(list(enumerate(inputs))) if isinstance(t, Tensor)}
     bases: dict[int, tuple[int, Tensor, bool]] = {}  # of memory: result, base, whether it is one
     for i, t in enumerate(results):

@@ -253,6 +253,7 @@ class Run:
 
 
 def _run(program: JacobianProgram, size: int) -> Run:
+    """Every phase once on fake tensors, with so many seeds at a time."""
     cost = Run()
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         leaves = _fake_leaves(program.plan)

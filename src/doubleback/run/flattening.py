@@ -38,9 +38,9 @@ from .straight_line import record
 
 # ------------------------------------------------------------------------- nested arguments
 #
-# The sweeps pass nested tuples, lists and dictionaries of tensors at every call, and PyTorch's
-# pytrees take several times as long for them as these few lines. Containers that are registered
-# there are left to it.
+# PyTorch's pytrees open all containers here but these: what the sweeps pass at every call, nested
+# tuples, lists and dictionaries of tensors, for which pytrees take longer than these few lines.
+# Containers that are registered there are left to it.
 
 Structure = tuple[type, Any, tuple["Structure", ...]] | None  # None: a leaf
 

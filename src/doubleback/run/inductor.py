@@ -823,6 +823,8 @@ class _Handed:
         self.extra = sum(2 * _bytes(n) for n in written)
 
     def split(self, module: torch.fx.GraphModule) -> Recipe | None:
+        """Take what is had again out of the graph, into a recipe; `module` becomes the rest, which
+        returns what the recipe starts from. None where that is no less than the results."""
         late = set(self.late)
         order = [n for n in self.graph.nodes if n in late]
         inputs: dict[Node, None] = {}
@@ -830,7 +832,7 @@ class _Handed:
         sizes: dict[Node, None] = {}
 
         def take(node: Node) -> bool:
-            """Whether a node of before can be had."""
+            """Note a node of the rest that the recipe reads; whether it can be handed over."""
             if node.op == "placeholder":
                 inputs[node] = None
             elif isinstance(node.meta.get("val"), Tensor) and node.op == "call_function":

@@ -437,9 +437,9 @@ class Taped(nn.Module):
 
 
 def record(fn: Callable[..., Sequence[Tensor]], tensors: Sequence[Tensor]) -> Taped:
-    """The graph of `fn(*tensors)`: `make_fx` for fixed sizes and no compiler, in a third of its
-    time. There are no proxies and no sizes to follow, only tensors without numbers, each with the
-    node that it came from."""
+    """The graph of `fn(*tensors)`: `make_fx` for fixed sizes and no compiler, in less time. There
+    are no proxies and no sizes to follow, only tensors without numbers, each with the node that it
+    came from."""
     fakes: list[Any] = [t for t in tensors if isinstance(t, FakeTensor)]
     mode: Any = fakes[0].fake_mode if fakes else FakeTensorMode(allow_non_fake_inputs=True)
     mode._allow_unsafe_data_ptr_access = False
