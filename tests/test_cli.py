@@ -10,6 +10,7 @@ import importlib.util
 import io
 import json
 import os
+import platform
 import struct
 import subprocess
 import sys
@@ -331,6 +332,22 @@ def test_the_report_says_what_was_measured(demo):
     assert f"{plain['PGD'][at]:.1%} plain ({plain['accuracy']:.1%})" in told
     assert all(f"{row['PGD'][at]:.1%} with 1 · " in told for row in others)
     assert '+ model = db.Penalised(net, db.LossGradient("cross_entropy"))' in told
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="about glibc's malloc")
+def test_a_steps_memory_stays_with_the_process():
+    """Or each step asks for every page of it again."""
+    import resource
+
+    def step():
+        blocks = [torch.ones(2 << 18) for _ in range(16)]  # 2 MiB each
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        del blocks
+        blocks = [torch.ones(2 << 18) for _ in range(16)]
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+    shared.keep_memory()
+    assert step() < 4096  # of 8192 pages
 
 
 def test_attacks_stay_in_their_ball_and_raise_the_loss():
