@@ -610,6 +610,8 @@ def test_completions_are_those_of_the_commands(capsys, tmp_path):
     assert offered("doubleback", "de") == ["demo"]
     assert offered("doubleback", "check", "--pen") == ["--penalty"]
     assert offered("doubleback", "check", "--penalty", "spec") == ["spectral-norm"]
+    assert offered("doubleback", "demo", "--net", "") == list(shared.NETS)
+    assert offered("doubleback", "bench", "--penalty", "") == list(demo_command.PENALTIES)
     assert "zsh" in offered("doubleback", "completion", "")
     for shell in ("zsh", "fish"):
         assert _run("completion", shell) == 0

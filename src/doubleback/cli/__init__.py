@@ -32,6 +32,8 @@ LOSSES = ("cross_entropy", "mse", "bce")
 NORMS = ("squared", "norm", "deviation")
 PENALTIES = ("loss-gradient", "output-gradient", "gradient-match", "bilinear-form", "jacobian",
              "spectral-norm")  # fmt: skip
+NETS = ("separable", "conv", "residual", "mlp", "transformer")  # of demo and bench
+SHOWN = ("loss-gradient", "jacobian", "spectral-norm")  # theirs too
 SHELLS = ("bash", "zsh", "fish")
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
@@ -212,15 +214,21 @@ def _choice(parser: argparse.ArgumentParser, option: str, names: Sequence[str], 
     action.completions = names  # type: ignore[attr-defined]
 
 
-def _add_demo(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--net", default="separable", metavar="NAME",
-        help="separable (default), conv, residual, mlp, transformer, or package.module:factory",
-    )  # fmt: skip
-    parser.add_argument(
+def _add_shown(parser: argparse.ArgumentParser) -> None:
+    action = parser.add_argument(
         "--penalty", action="append", metavar="NAME",
-        help="loss-gradient, jacobian, spectral-norm; repeat it; default: the first two",
+        help=f"{', '.join(SHOWN)}; repeat it; default: the first two",
     )  # fmt: skip
+    action.completions = SHOWN  # type: ignore[attr-defined]
+
+
+def _add_demo(parser: argparse.ArgumentParser) -> None:
+    net = parser.add_argument(
+        "--net", default="separable", metavar="NAME",
+        help=f"{', '.join(NETS)}, or package.module:factory; default: %(default)s",
+    )  # fmt: skip
+    net.completions = NETS  # type: ignore[attr-defined]
+    _add_shown(parser)
     parser.add_argument(
         "--weight", type=_weight, metavar="λ", help="of every penalty; default: one for each"
     )
@@ -243,14 +251,12 @@ def _add_demo(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_bench(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
+    net = parser.add_argument(
         "--net", action="append", metavar="NAME",
-        help="separable, conv, residual, mlp, transformer; repeat it for several; default: all",
+        help=f"{', '.join(NETS)}; repeat it for several; default: all",
     )  # fmt: skip
-    parser.add_argument(
-        "--penalty", action="append", metavar="NAME",
-        help="loss-gradient, jacobian, spectral-norm; repeat it; default: the first two",
-    )  # fmt: skip
+    net.completions = NETS  # type: ignore[attr-defined]
+    _add_shown(parser)
     parser.add_argument("--side", type=_count, default=16, metavar="N", help="of the images")
     parser.add_argument(
         "--batch", type=_count, default=32, metavar="B", help="default: %(default)s"
