@@ -32,6 +32,8 @@ LOSSES = ("cross_entropy", "mse", "bce")
 NORMS = ("squared", "norm", "deviation")
 PENALTIES = ("loss-gradient", "output-gradient", "gradient-match", "bilinear-form", "jacobian",
              "spectral-norm")  # fmt: skip
+NETS = ("separable", "conv", "residual", "mlp", "transformer")  # of demo and bench
+SHOWN = ("loss-gradient", "jacobian", "spectral-norm")  # theirs too
 SHELLS = ("bash", "zsh", "fish")
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
@@ -224,13 +226,20 @@ def _add(parser: argparse.ArgumentParser, *rows: tuple[str, Any, str, str]) -> N
             parser.add_argument(option, type=kind, metavar=metavar, help=told)
 
 
+def _complete(parser: argparse.ArgumentParser, **names: Sequence[str]) -> None:
+    """What a shell completes these options with; others may be given."""
+    for action in parser._actions:
+        if action.dest in names:
+            action.completions = names[action.dest]  # type: ignore[attr-defined]
+
+
 def _add_demo(parser: argparse.ArgumentParser) -> None:
     _add(
         parser,
         ("--net", str, "NAME",
-         "separable (default), conv, residual, mlp, transformer, or package.module:factory"),
+         f"{', '.join(NETS)}, or package.module:factory; default: %(default)s"),
         ("--penalty", list, "NAME",
-         "loss-gradient, jacobian, spectral-norm; repeat it; default: the first two"),
+         f"{', '.join(SHOWN)}; repeat it; default: the first two"),
         ("--weight", _weight, "λ", "of every penalty; default: one for each"),
         ("--epochs", _count, "N", "default: 16 for the digits, 1 for --data"),
         ("--data", str, "SOURCE", "digits (default) or mnist-idx:FOLDER"),
@@ -239,6 +248,7 @@ def _add_demo(parser: argparse.ArgumentParser) -> None:
         ("--out", str, "FOLDER", "for the report, default: %(default)s"),
     )  # fmt: skip
     parser.set_defaults(net="separable", data="digits", seconds=5.0, out="demo")
+    _complete(parser, net=NETS, penalty=SHOWN)
     _add_common(parser)
 
 
@@ -246,15 +256,16 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     _add(
         parser,
         ("--net", list, "NAME",
-         "separable, conv, residual, mlp, transformer; repeat it for several; default: all"),
+         f"{', '.join(NETS)}; repeat it for several; default: all"),
         ("--penalty", list, "NAME",
-         "loss-gradient, jacobian, spectral-norm; repeat it; default: the first two"),
+         f"{', '.join(SHOWN)}; repeat it; default: the first two"),
         ("--side", _count, "N", "of the images"),
         ("--batch", _count, "B", "default: %(default)s"),
         ("--seconds", _weight, "T", "for all measurements together, default: %(default)g"),
         ("--compile", bool, "", "compile the sweeps too (slow start)"),
     )  # fmt: skip
     parser.set_defaults(side=16, batch=32, seconds=90.0)
+    _complete(parser, net=NETS, penalty=SHOWN)
     _add_common(parser)
 
 
