@@ -3,7 +3,9 @@
 import gzip
 import importlib
 import json
+import runpy
 import struct
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -779,12 +781,32 @@ def test_bad_input_is_one_line(case, tmp_path, capsys):
     assert printed.err.count("\n") == 1 and said in printed.err
 
 
+def command(name: str, monkeypatch, *given: str) -> int | str | None:
+    """The exit status of `python -m examples.NAME …`."""
+    monkeypatch.setattr("sys.argv", [name, *given])
+    with pytest.raises(SystemExit) as ended, warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # imported by another test before
+        runpy.run_module(f"examples.{name}", run_name="__main__")
+    return ended.value.code
+
+
 @pytest.mark.parametrize("name", NAMES)
-def test_every_example_refuses_a_device_that_is_not_there(name, tmp_path, capsys):
-    given = ["--device", "cuda:99", "--out", str(tmp_path)]
-    assert common.main(name, "", script(name).run, given) == 2
+def test_every_example_refuses_a_device_that_is_not_there(name, tmp_path, capsys, monkeypatch):
+    where = "cuda:99" if torch.cuda.is_available() else "cuda"
+    assert command(name, monkeypatch, "--device", where, "--out", str(tmp_path)) == 2
     printed = capsys.readouterr()
     assert not printed.out and printed.err.count("\n") == 1 and "CUDA" in printed.err
+
+
+@pytest.mark.parametrize("case", ["missing", "truncated", "cut"])
+def test_every_example_with_data_refuses_bad_data(case, tmp_path, capsys, monkeypatch):
+    given, said = bad_input(tmp_path)[case]
+    given = [*given, "--out", str(tmp_path / "out")]
+    for name in ("contractive_autoencoder", "few_examples", "right_reasons", "robustness"):
+        assert command(name, monkeypatch, *given) == 2
+        printed = capsys.readouterr()
+        assert not printed.out and printed.err.count("\n") == 1
+        assert printed.err.startswith(f"examples.{name}: ") and said in printed.err
 
 
 def test_a_report_is_printed_and_written(tmp_path, capsys):
