@@ -634,6 +634,15 @@ def test_inverse_problem():
     assert found.ssim["adversarial, H¹"] > found.ssim["naive"] + 0.1
 
 
+@pytest.mark.long
+def test_inverse_problem_surpasses_total_variation():
+    """Trained longer, on another seed than the gallery's."""
+    example = script("inverse_problem")
+    for problem in (example.denoising(), example.tomography()):
+        found = example.experiment(problem, {"L²": None}, 500, 6, 1, CPU).psnr
+        assert found["adversarial, L²"] > found["total variation"]
+
+
 def test_inverse_problem_operators():
     """Adjoints by the dot test, projections keep the mass, and filtered back-projection inverts."""
     example = script("inverse_problem")
@@ -651,6 +660,21 @@ def test_inverse_problem_operators():
     assert example.psnr(problem.naive(sinogram), truth).min() > 22
     gram = problem.adjoint(problem.forward(x)).flatten(1).norm(dim=1) / x.flatten(1).norm(dim=1)
     assert (gram <= problem.size * 1.001).all()
+
+
+def test_total_variation_is_brought_to_its_minimum():
+    """Projections are far larger than differences, which must not slow it down: twice as many steps
+    lower the functional by less than a thousandth."""
+    example = script("inverse_problem")
+    problem, generator = example.tomography(), torch.Generator().manual_seed(0)
+    y = problem.measure(example.images(1, generator), generator)
+
+    def functional(x):
+        variation = example.difference(x).norm(dim=1).sum()
+        return (problem.forward(x) - y).square().sum() / 2 + 1.4 * variation
+
+    found, longer = (functional(example.total_variation(problem, y, 1.4, n)) for n in (100, 200))
+    assert longer <= found < 1.001 * longer
 
 
 def test_inverse_problem_measures():
