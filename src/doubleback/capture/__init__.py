@@ -16,13 +16,13 @@ from .dynamo import (
     PATIENCE,
     Surroundings,
     capture_of,
+    captured_by,
     find_graph,
     forget,
     hooked,
     leaving_transforms,
     teach,
     trackers_off,
-    turn,
 )
 from .lifting import as_eager, assigns_data, kept_by_squeeze, mark, stop_gradient
 
@@ -34,6 +34,7 @@ __all__ = [
     "as_eager",
     "assigns_data",
     "capture_of",
+    "captured_by",
     "choose_output",
     "find_graph",
     "forget",
@@ -51,5 +52,4 @@ __all__ = [
     "take_apart",
     "teach",
     "trackers_off",
-    "turn",
 ]

@@ -90,7 +90,8 @@ class Capture:
         failure: Exception | None = None
         result: Any = None
         try:
-            result = self._with_settings(net, box, args, kwargs)
+            with leaving_transforms(), _modes_off(box), trackers_off():
+                result = self._enter(net, box, args, kwargs)
         except Exception as error:
             if error is box.error:
                 raise
@@ -120,23 +121,6 @@ class Capture:
         """Whether it was refused, and not so long ago that it is tried again."""
         return self.refusal is not None and monotonic() < self._again
 
-    def _with_settings(self, net: nn.Module, box: _Box, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Under Dynamo's settings as a capture needs them, until a graph is found. They are put
-        back also where Ctrl-C arrives as they are set or put back."""
-        with turn:
-            try:
-                for name, value in _SETTINGS.items():
-                    box.before[name] = getattr(_torch.dynamo_config, name)
-                    setattr(_torch.dynamo_config, name, value)
-                with leaving_transforms(), _modes_off(box), trackers_off():
-                    return self._enter(net, box, args, kwargs)
-            finally:
-                try:
-                    box.put_back()
-                except BaseException:
-                    box.put_back()
-                    raise
-
     def _enter(self, net: nn.Module, box: _Box, args: tuple, kwargs: dict[str, Any]) -> Any:
         _Quiet.install()
         teach()
@@ -162,13 +146,12 @@ class Capture:
             code = _call.__code__.replace(co_name=f"call_network_{next(_count)}")
             own = FunctionType(code, dict(_call.__globals__))  # Dynamo adds its own names there
             me: Any = weakref.ref(self)  # Dynamo never forgets a backend
-            optimise = _torch.dynamo_optimize(
+            compiled = captured_by(
+                own,
                 lambda module, given: me()._receive(module, given),
-                nopython=True,
-                guard_fail_fn=lambda failure: me()._changed(failure),
+                lambda failure: me()._changed(failure),
+                lambda: _SETTINGS,
             )
-            compiled = optimise(own)
-            assert compiled is not None
             weakref.finalize(own, _torch.dynamo_reset_code, code).atexit = False
             if len(self._compiled) >= MANY:
                 self._compiled.pop(next(iter(self._compiled)))
@@ -229,44 +212,69 @@ _SETTINGS = {
 
 
 # Before 2.13 Dynamo's settings are those of all threads, and one at a time may change them.
-turn: Any = threading.RLock() if _torch.before(2, 13) else nullcontext()
+_turn: Any = threading.RLock() if _torch.before(2, 13) else nullcontext()
 
 
-@contextmanager
-def _others_turn() -> Iterator[None]:
-    """In the midst of one's own."""
-    if isinstance(turn, nullcontext):
-        yield
-        return
-    turn.release()
-    try:
-        yield
-    finally:
-        turn.acquire()
+def captured_by(
+    function: Callable, receive: Callable, changed: Callable[[Any], None],
+    settings: Callable[[], Mapping[str, Any]], dynamic: bool | None = None,
+) -> Callable:  # fmt: skip
+    """The function as one graph of Dynamo's for each call that no earlier graph fits.
+
+    receive: its backend; changed: told what did not fit; settings: Dynamo's, for captures alone.
+    """
+    optimise = _torch.dynamo_optimize(
+        receive, nopython=True, dynamic=dynamic, guard_fail_fn=changed
+    )
+    optimise.callback = _Callback(optimise.callback, settings)
+    compiled = optimise(function)
+    assert compiled is not None
+    return compiled
+
+
+class _Callback:
+    """What Dynamo calls where no graph fits, under settings of its own: to set and put them back
+    takes as long as a few kernels, so calls by graphs that there are do without."""
+
+    def __init__(self, callback: Any, settings: Callable[[], Mapping[str, Any]]) -> None:
+        self._torchdynamo_orig_backend = callback  # the name by which Dynamo looks for a backend
+        self._settings = settings
+
+    def __call__(self, *frame: Any) -> Any:
+        before: dict[str, Any] = {}
+        with _turn:
+            try:
+                for name, value in self._settings().items():
+                    before[name] = getattr(_torch.dynamo_config, name)
+                    setattr(_torch.dynamo_config, name, value)
+                return self._torchdynamo_orig_backend(*frame)
+            finally:
+                try:
+                    _put_back(before)
+                except BaseException:  # Ctrl-C
+                    _put_back(before)
+                    raise
+
+
+def _put_back(before: dict[str, Any]) -> None:
+    for name in list(before):
+        setattr(_torch.dynamo_config, name, before[name])
+        del before[name]
 
 
 class _Box:
-    """What runs in the place of the graph, under Dynamo's settings as they were `before`, and the
-    error that it raised itself."""
+    """What runs in the place of the graph, and the error that it raised itself."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        self.before: dict[str, Any] = {}
         self.error: BaseException | None = None
         self.modes: Sequence[Any] = ()
 
-    def put_back(self) -> None:
-        for name in list(self.before):
-            setattr(_torch.dynamo_config, name, self.before[name])
-            del self.before[name]
-
     def __call__(self, graph: Graph, inputs: Sequence[Any]) -> Sequence[Any]:
-        self.put_back()
         for mode in self.modes:
             _torch.push_mode(mode)
         try:
-            with _others_turn():
-                return self.run(graph, inputs)
+            return self.run(graph, inputs)
         except BaseException as error:
             self.error = error
             raise

@@ -26,7 +26,7 @@ from torch import Tensor
 from .. import _torch
 from .._torch import make_fx
 from ..capture import as_eager, kept_by_squeeze, mark
-from ..errors import CaptureError
+from ..errors import CaptureError, InputError, nearest
 from ..graph import saving_hooks_off
 from ..kernels import for_compiler
 from ..patch import patched, supported
@@ -36,6 +36,33 @@ from .functions import THROUGH
 from .region import Layout, RegionCode, Stand, behind, is_random, look, nodes_of, sizes_from
 
 aten = torch.ops.aten
+
+COMPILERS = ("inductor", "eager")
+NO_CUDA_GRAPHS = {"triton.cudagraphs": False}  # in whose memory the next run writes
+
+
+def inductor_options(
+    compiler: Any, mode: str | None, options: dict[str, Any] | None, name: str
+) -> dict[str, Any] | None:
+    """Inductor's options; None: graphs are not compiled. name: what `compiler` is called where it
+    is wrong."""
+    if compiler not in COMPILERS:
+        raise InputError(f"{name} must be one of {', '.join(COMPILERS)}, not {compiler!r}")
+    if compiler == "eager":
+        if options or mode:
+            raise InputError('mode and options of Inductor go with compiler="inductor" alone')
+        return None
+    if not options and mode is None:
+        return {}
+    modes = _torch.list_mode_options()
+    if mode is not None and mode not in modes:
+        raise InputError(f"mode must be one of {', '.join(modes)}, not {mode!r}")
+    known = _torch.inductor_config.get_config_copy()
+    settings = {key.replace("-", "_"): value for key, value in (options or {}).items()}
+    for key in settings.keys() - known.keys():
+        raise InputError(f"Inductor has no option {key!r}{nearest(key, list(known))}")
+    return {**(modes[mode] if mode else {}), **settings}
+
 
 # ------------------------------------------------------------------------------------- a whole loss
 
@@ -100,11 +127,12 @@ def _place(module: torch.fx.GraphModule, marked: torch.fx.Node) -> int:
 
 
 def trace_whole(
-    module: torch.fx.GraphModule, given: Sequence[Any], compiler: str, scaled: bool,
-    check: Callable[[Tensor, bool], None],
+    module: torch.fx.GraphModule, given: Sequence[Any], inductor: dict[str, Any] | None,
+    scaled: bool, check: Callable[[Tensor, bool], None],
 ) -> WholeStep:  # fmt: skip
     """Differentiate Dynamo's graph, whose last outputs are the loss's place and the loss, at its
-    inputs `given` that require grad, and compile the whole. check(loss, gradients) may refuse."""
+    inputs `given` that require grad, and compile the whole. inductor: its options; None: it is
+    replayed. check(loss, gradients) may refuse."""
     _refuse(module)
     as_eager(module)
     placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
@@ -149,7 +177,7 @@ def trace_whole(
         on_device = [t for t, on in zip(fakes, required, strict=True) if on] or inputs
         device = next(t.device for t in on_device if isinstance(t, Tensor))
         inputs.append(mode.from_tensor(torch.ones((), device=device), static_shapes=True))
-    compiling = compiler == "inductor"
+    compiling = inductor is not None
     table = None if compiling else {aten.bernoulli.p: drawn_in_place}
     fuse = for_compiler() if compiling else nullcontext()
     with _torch.compile_lock, fuse, saving_hooks_off():
@@ -169,7 +197,7 @@ def trace_whole(
     )
     clean(flat, for_compiler=compiling)
     with torch.no_grad(), no_autocast():
-        ready = _by_inductor(flat, mode, inputs) if compiling else boxed(flat)
+        ready = boxed(flat) if inductor is None else _by_inductor(flat, mode, inputs, inductor)
     places = tuple(i for i, on in enumerate(trained) if on)
     return WholeStep(
         ready, seen["where"], places, tuple(seen["written"]), seen["place"], tuple(seen["inner"]),
@@ -201,12 +229,15 @@ class _LossCode(torch.fx.Interpreter):
         return super().run_node(n)
 
 
-def _by_inductor(flat: torch.fx.GraphModule, mode: Any, inputs: list) -> Callable:
+def _by_inductor(
+    flat: torch.fx.GraphModule, mode: Any, inputs: list, options: dict[str, Any]
+) -> Callable:
     """Inductor on stand-ins whose open sizes are Dynamo's: what it asks about them becomes a guard
     of Dynamo's own."""
 
     with _torch.tracing(_torch.TracingContext(mode)), sound():
-        return _torch.compile_fx(_torch.GmWrapper(flat, list), inputs)  # type: ignore[return-value, arg-type]
+        wrapped: Any = _torch.GmWrapper(flat, list)
+        return _torch.compile_fx(wrapped, inputs, config_patches=options)  # type: ignore[return-value]
 
 
 def _refuse(module: torch.nn.Module) -> None:
