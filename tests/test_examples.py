@@ -59,7 +59,8 @@ def test_few_examples_says_plainly_what_was_found(gain, seen):
     double = [error - gain + 0.004 * (-1) ** seed for seed, error in enumerate(plain)]
     curve = {0.0: 0.08, **{w: 0.08 for w in example.WEIGHTS}}
     found = {
-        "curve": curve, "weight": 0.01, "plain": plain, "double": double, "slopes": [[1.0], [0.5]],
+        "curve": curve, "tuning": 9, "weight": 0.01, "plain": plain, "double": double,
+        "slopes": [[1.0], [0.5]],
     }  # fmt: skip
     report = example.report(found, "made up")
     common.plt.close(report.figure)
