@@ -232,14 +232,14 @@ def captured_by(
     optimise = _torch.dynamo_optimize(
         receive, nopython=True, dynamic=dynamic, guard_fail_fn=changed
     )
-    optimise.callback = _Callback(optimise.callback, lambda: me().settings())
+    optimise.callback = _CaptureCallback(optimise.callback, lambda: me().settings())
     compiled = optimise(own)
     assert compiled is not None
     weakref.finalize(own, _torch.dynamo_reset_code, code).atexit = False
     return compiled
 
 
-class _Callback:
+class _CaptureCallback:
     """What Dynamo calls where no graph fits, under settings of its own: to set and put them back
     takes as long as a few kernels, so calls by graphs that there are do without."""
 

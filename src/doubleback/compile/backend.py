@@ -36,7 +36,7 @@ from ..capture import (
     plain,
     teach,
 )
-from ..errors import CaptureError, InputError, StaleGraphError, let_through, warn
+from ..errors import CaptureError, StaleGraphError, let_through, warn
 from ..graph import many, memory, saving_hooks_off
 from ..kernels import batched
 from ..patch import hold_patch, patched_where_known
@@ -55,10 +55,9 @@ from .region import (
     on_tape,
     reached,
 )
-from .tracing import Stages
+from .tracing import NO_CUDA_GRAPHS, Stages, inductor_options
 
 NAME = "doubleback"
-COMPILERS = ("inductor", "eager")
 VARIANTS = 4  # graphs of one region that answer questions about sizes differently
 
 
@@ -153,23 +152,15 @@ def _compilers(
     one that is differentiated twice; None: they are not compiled."""
     settings = dict(options or {})
     compiler = settings.pop("compiler", "inductor")
-    if compiler not in COMPILERS:
-        raise InputError(
-            f'options["compiler"] must be one of {", ".join(COMPILERS)}, not {compiler!r}'
-        )
-    if compiler == "eager":
-        if settings or mode:
-            raise InputError('mode and options of Inductor go with compiler="inductor" alone')
+    inductor = inductor_options(compiler, mode, settings, 'options["compiler"]')
+    if inductor is None:
         return _torch.backend_registry.lookup_backend("aot_eager"), None
-    if mode is not None and mode != "default":
-        settings = {**_torch.list_mode_options(mode), **settings}
 
     def compile_first(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable:
         with sound():
-            return _torch.compile_fx(module, inputs, config_patches=settings or None)  # type: ignore[return-value]
+            return _torch.compile_fx(module, inputs, config_patches=inductor or None)  # type: ignore[return-value]
 
-    # a CUDA graph's results are overwritten by its next run: passes hold theirs for one another
-    return compile_first, {**settings, "triton.cudagraphs": False}
+    return compile_first, {**inductor, **NO_CUDA_GRAPHS}
 
 
 # ------------------------------------------------------------------------------ a region

@@ -56,18 +56,17 @@ from ..graph import memory
 from ..kernels import batched
 from ..patch import hold_patch, patched, patched_where_known, supported
 from ..run import no_autocast, quiet
-from .tracing import WholeStep, take_mark, trace_whole
+from .tracing import NO_CUDA_GRAPHS, WholeStep, inductor_options, take_mark, trace_whole
 
 MANY = 8  # traces of one loss, after which it is said what they cost
 MOST = 64  # traces of one loss, after which it runs on autograd where none fits
 PATIENCE = 50  # how many times as long as a failed trace took to wait before the next
 
-COMPILERS = ("inductor", "eager")
-
 
 def compile(
-    fn: Callable[..., Any], *, compiler: str = "inductor", scaler: Any = None,
-    dynamic: bool | None = None, strict: bool = False,
+    fn: Callable[..., Any], *, compiler: str = "inductor", mode: str | None = None,
+    options: dict[str, Any] | None = None, scaler: Any = None, dynamic: bool | None = None,
+    strict: bool = False,
 ) -> Compiled:  # fmt: skip
     """`step = compile(fn)`: a loss with any derivatives inside, as one graph of value and gradient.
 
@@ -76,6 +75,8 @@ def compile(
         the gradients of all parameters that fn meets, and of tensors among its arguments that
         require grad. Only the loss is differentiable; all else that fn returns is detached.
     compiler: "inductor", or "eager", which replays the graph kernel by kernel.
+    mode, options: Inductor's, as for `torch.compile` ("max-autotune", {"cpp_wrapper": True}), but
+        for its CUDA graphs, in whose memory the next call would overwrite gradients.
     scaler: the `torch.amp.GradScaler` that the loss is scaled with, where float16 is in the graph:
         gradients are computed in the same call as the loss, and are scaled there.
     dynamic: as for `torch.compile`. None: a size is a symbol once it has changed.
@@ -97,11 +98,16 @@ def compile(
     """
     if not callable(fn):
         raise InputError(f"compile takes a function that returns a loss, not {fn!r}")
-    if compiler not in COMPILERS:
-        raise InputError(f"compiler must be one of {', '.join(COMPILERS)}, not {compiler!r}")
+    if mode == "reduce-overhead" or (options or {}).get("triton.cudagraphs"):
+        raise InputError(
+            "a compiled loss runs without CUDA graphs, whose next run would overwrite the "
+            'gradients; options={"cpp_wrapper": True} takes work off the host'
+        )
+    inductor = inductor_options(compiler, mode, options, "compiler")
+    inductor = None if inductor is None else {**inductor, **NO_CUDA_GRAPHS}
     if scaler is not None and not hasattr(scaler, "scale"):
         raise InputError(f"scaler must be a torch.amp.GradScaler, not {type(scaler).__name__}")
-    return Compiled(fn, compiler, scaler, dynamic, strict)
+    return Compiled(fn, inductor, scaler, dynamic, strict)
 
 
 class Compiled:
@@ -111,10 +117,11 @@ class Compiled:
     """
 
     def __init__(
-        self, fn: Callable, compiler: str, scaler: Any, dynamic: bool | None, strict: bool
-    ) -> None:
+        self, fn: Callable, inductor: dict[str, Any] | None, scaler: Any, dynamic: bool | None,
+        strict: bool,
+    ) -> None:  # fmt: skip
         functools.update_wrapper(self, fn, updated=())
-        self.fn, self.compiler, self.scaler = fn, compiler, scaler
+        self.fn, self.inductor, self.scaler = fn, inductor, scaler
         self.dynamic, self.strict = dynamic, strict
         self.traces = 0
         self.refusal: CaptureError | None = None
@@ -133,7 +140,7 @@ class Compiled:
 
     def __reduce__(self) -> tuple:
         """Copies and pickles begin without graphs, which belong to the function as it was."""
-        return Compiled, (self.fn, self.compiler, self.scaler, self.dynamic, self.strict)
+        return Compiled, (self.fn, self.inductor, self.scaler, self.dynamic, self.strict)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._run(args, kwargs)  # type: ignore[call-arg]
@@ -276,7 +283,7 @@ class Compiled:
             if assigns_data(module):
                 raise CaptureError("it assigns to a tensor's .data")
             with patched_where_known(), quiet():
-                step = trace_whole(module, given, self.compiler, self.scaler is not None, _check)
+                step = trace_whole(module, given, self.inductor, self.scaler is not None, _check)
         except InputError as error:
             call.error = error
             raise
@@ -312,10 +319,12 @@ class Compiled:
             scale = None
             if step.scaled:
                 scale = self.scaler.scale(torch.ones((), device=step.device))
-            job = _Job(step, [t.detach() if isinstance(t, Tensor) else t for t in inputs], scale)
+            job = _LossRun(
+                step, [t.detach() if isinstance(t, Tensor) else t for t in inputs], scale
+            )
             if step.trained:
                 trained = [call.original(inputs[i]) for i in step.trained]
-                loss = _Value.apply(job, *trained)
+                loss = _LossNode.apply(job, *trained)
             else:
                 with torch.no_grad():
                     loss = job.run()[0]
@@ -411,7 +420,7 @@ def _refuse_shared(step: WholeStep, inputs: Sequence[Any]) -> None:
         raise CaptureError("it writes to a tensor that shares memory with another that it reads")
 
 
-class _Job:
+class _LossRun:
     """One call of a graph, and what it yields besides the loss."""
 
     def __init__(self, step: WholeStep, inputs: list[Any], scale: Tensor | None) -> None:
@@ -427,11 +436,11 @@ class _Job:
         return loss, grads
 
 
-class _Value(torch.autograd.Function):
+class _LossNode(torch.autograd.Function):
     """The loss; its gradients wait for the one that arrives at it."""
 
     @staticmethod
-    def forward(ctx: Any, job: _Job, *trained: Tensor) -> Tensor:
+    def forward(ctx: Any, job: _LossRun, *trained: Tensor) -> Tensor:
         loss, ctx.grads = job.run()
         ctx.scale = job.scale
         ctx.trained = trained

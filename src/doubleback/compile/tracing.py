@@ -26,7 +26,7 @@ from torch import Tensor
 from .. import _torch
 from .._torch import make_fx
 from ..capture import THROUGH, as_eager, kept_by_squeeze, mark
-from ..errors import CaptureError
+from ..errors import CaptureError, InputError, nearest
 from ..graph import saving_hooks_off
 from ..kernels import for_compiler
 from ..patch import patched_where_known
@@ -38,8 +38,8 @@ from .region import (
     RegionCode,
     StandIns,
     bare,
-    behind,
     fake_mode_of,
+    inputs_behind,
     is_random,
     look,
     nodes_of,
@@ -47,6 +47,33 @@ from .region import (
 )
 
 aten = torch.ops.aten
+
+COMPILERS = ("inductor", "eager")
+NO_CUDA_GRAPHS = {"triton.cudagraphs": False}  # in whose memory the next run writes
+
+
+def inductor_options(
+    compiler: Any, mode: str | None, options: dict[str, Any] | None, name: str
+) -> dict[str, Any] | None:
+    """Inductor's options; None: graphs are not compiled. name: what `compiler` is called where it
+    is wrong."""
+    if compiler not in COMPILERS:
+        raise InputError(f"{name} must be one of {', '.join(COMPILERS)}, not {compiler!r}")
+    if compiler == "eager":
+        if options or mode:
+            raise InputError('mode and options of Inductor go with compiler="inductor" alone')
+        return None
+    if not options and mode is None:
+        return {}
+    modes = _torch.list_mode_options()
+    if mode is not None and mode not in modes:
+        raise InputError(f"mode must be one of {', '.join(modes)}, not {mode!r}")
+    known = _torch.inductor_config.get_config_copy()
+    settings = {key.replace("-", "_"): value for key, value in (options or {}).items()}
+    for key in settings.keys() - known.keys():
+        raise InputError(f"Inductor has no option {key!r}{nearest(key, list(known))}")
+    return {**(modes[mode] if mode else {}), **settings}
+
 
 # ------------------------------------------------------------------------------------- a whole loss
 
@@ -97,11 +124,12 @@ def take_mark(module: torch.fx.GraphModule) -> torch.fx.Node | None:
 
 
 def trace_whole(
-    module: torch.fx.GraphModule, given: Sequence[Any], compiler: str, scaled: bool,
-    check: Callable[[Tensor, bool], None],
+    module: torch.fx.GraphModule, given: Sequence[Any], inductor: dict[str, Any] | None,
+    scaled: bool, check: Callable[[Tensor, bool], None],
 ) -> WholeStep:  # fmt: skip
     """Differentiate Dynamo's graph, whose last outputs are the loss's place and the loss, at its
-    inputs `given` that require grad, and compile the whole. check(loss, gradients) may refuse."""
+    inputs `given` that require grad, and compile the whole. inductor: its options; None: it is
+    replayed. check(loss, gradients) may refuse."""
     _refuse(module)
     as_eager(module)
     placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
@@ -142,7 +170,7 @@ def trace_whole(
         on_device = [t for t, on in zip(fakes, required, strict=True) if on] or inputs
         device = next(t.device for t in on_device if isinstance(t, Tensor))
         inputs.append(mode.from_tensor(torch.ones((), device=device), static_shapes=True))
-    compiling = compiler == "inductor"
+    compiling = inductor is not None
     table = None if compiling else {aten.bernoulli.p: drawn_in_place}
     fuse = for_compiler() if compiling else nullcontext()
     with _torch.compile_lock, fuse, saving_hooks_off():
@@ -162,7 +190,7 @@ def trace_whole(
     )
     clean(flat, for_compiler=compiling)
     with torch.no_grad(), no_autocast():
-        ready = _by_inductor(flat, mode, inputs) if compiling else boxed(flat)
+        ready = boxed(flat) if inductor is None else _by_inductor(flat, mode, inputs, inductor)
     places = tuple(i for i, on in enumerate(trained) if on)
     return WholeStep(
         ready, seen["where"], places, tuple(seen["written"]), seen["place"], tuple(seen["inner"]),
@@ -194,12 +222,15 @@ class _LossCode(torch.fx.Interpreter):
         return super().run_node(n)
 
 
-def _by_inductor(flat: torch.fx.GraphModule, mode: Any, inputs: list) -> Callable:
+def _by_inductor(
+    flat: torch.fx.GraphModule, mode: Any, inputs: list, options: dict[str, Any]
+) -> Callable:
     """Inductor on stand-ins whose open sizes are Dynamo's: what it asks about them becomes a guard
     of Dynamo's own."""
 
     with _torch.tracing(_torch.TracingContext(mode)), sound():
-        return _torch.compile_fx(_torch.GmWrapper(flat, list), inputs)  # type: ignore[return-value, arg-type]
+        wrapped: Any = _torch.GmWrapper(flat, list)
+        return _torch.compile_fx(wrapped, inputs, config_patches=options)  # type: ignore[return-value]
 
 
 def _refuse(module: torch.nn.Module) -> None:
@@ -310,7 +341,9 @@ class Stages:
         for t, on in zip(results, self.layout.on_tape, strict=True):
             if on:
                 gradients = _gradients([t], wanted, [_dense(t)], create_graph=True)
-                self._behind.append([None if g is None else behind(g, starts) for g in gradients])
+                self._behind.append(
+                    [None if g is None else inputs_behind(g, starts) for g in gradients]
+                )
         return [_dense(t) for t in results]
 
     def behind(
@@ -583,8 +616,8 @@ def _cut_off(
         for node in part.graph.nodes:
             if node.op == "placeholder":
                 node.target = node.name
-    again = _taken_again(graph)
-    _take_again(late.graph, graph, again)
+    again = _had_by_each_pass(graph)
+    _replace_inputs(late.graph, graph, again)
     return _once(early.graph, before, again), _once(late.graph, last, again)
 
 
@@ -594,7 +627,7 @@ _VIEWS = {
 }  # fmt: skip
 
 
-def _taken_again(graph: torch.fx.Graph) -> set[str]:
+def _had_by_each_pass(graph: torch.fx.Graph) -> set[str]:
     """What each pass takes for itself, and none keeps for another: Python's floats, which Inductor
     takes from their tensors alone, and views of inputs, which cost more to hand on."""
     again: set[torch.fx.Node] = set()
@@ -607,8 +640,8 @@ def _taken_again(graph: torch.fx.Graph) -> set[str]:
     return {n.name for n in again if n.op == "call_function"}
 
 
-def _take_again(graph: torch.fx.Graph, whole: torch.fx.Graph, again: set[str]) -> None:
-    """Replace inputs of a pass that it can take from other inputs."""
+def _replace_inputs(graph: torch.fx.Graph, whole: torch.fx.Graph, again: set[str]) -> None:
+    """In the place of inputs of a pass that it can have from other inputs, what makes them."""
     sources = {n.name: n for n in whole.nodes}
     copies = {sources[n.name]: n for n in graph.nodes if n.op == "placeholder"}
     mine = [n for n in copies.values() if n.name in again]
