@@ -310,7 +310,7 @@ _count = itertools.count()
 
 
 def _boxes() -> list[_Box]:
-    """Those of this thread's calls, the innermost last."""
+    """The boxes of the calls that run in this thread, the innermost last."""
     if not hasattr(_local, "boxes"):
         _local.boxes = []
     return _local.boxes
@@ -765,7 +765,7 @@ class Surroundings:
         return hooks, methods, types, places, self._asked() if self._frozen else None
 
     def _asked(self) -> tuple[bool, ...]:
-        """Of each parameter, whether a gradient is asked for."""
+        """Whether a gradient is asked for, parameter by parameter."""
         living = [m for module in self._modules if (m := module()) is not None]
         return tuple([p.requires_grad for m in living for p in m.parameters(recurse=False)])
 

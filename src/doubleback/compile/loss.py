@@ -502,6 +502,8 @@ class _NoMore(torch.autograd.Function):
 
 
 class _Attached(torch.autograd.Function):
+    """A gradient, joined to the node that stands for all that it depends on."""
+
     @staticmethod
     def forward(ctx: Any, grad: Tensor, end: Tensor) -> Tensor:
         ctx.save_for_backward(end)
@@ -567,7 +569,7 @@ _TOOLS = (Tensor, torch.ops.doubleback.mark, _aliases, _detached)
 
 
 def _globals(fn: Any) -> dict[str, Any]:
-    """Those of a function, of a method, or of a module's forward."""
+    """The globals of a function, of a method, or of a module's forward."""
     while isinstance(fn, functools.partial):
         fn = fn.func
     if not isinstance(fn, (FunctionType, MethodType)):
@@ -665,7 +667,7 @@ _local = threading.local()
 
 
 def _calls() -> list[_LossCall]:
-    """Those of this thread, the innermost last."""
+    """The calls that run in this thread, the innermost last."""
     if not hasattr(_local, "calls"):
         _local.calls = []
     return _local.calls

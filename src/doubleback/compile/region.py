@@ -862,8 +862,11 @@ class _Dependencies(_AsEager):
 
 @dataclass(frozen=True)
 class _Note:
-    """Of one node. on_tape: whether autograd has a part in what it makes or writes; within: whether
-    autograd is off behind it, or a transform of torch.func on."""
+    """What one node of the graph reads, makes and writes to, by memory.
+
+    on_tape: whether autograd has a part in what it makes or writes; within: whether autograd is off
+    behind it, or a transform of torch.func on.
+    """
 
     read: list[Tensor]
     made: list[Tensor]

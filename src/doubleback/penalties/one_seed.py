@@ -673,7 +673,7 @@ class Thinning:
             )
 
     def price(self, full: float) -> float:
-        """Of an average call, in plain steps, where a penalised one costs `full` of them."""
+        """What an average call costs in plain steps, where a penalised one costs `full` of them."""
         return 1 + self.fraction / self.every * (full - 1)
 
     def weight(self, batch: int, count: int, reduction: str) -> float:

@@ -67,7 +67,7 @@ class Job:
 
 
 def _tensors(state: Any, kept: Collection[int]) -> list[Tensor]:
-    """Those that passed from the first two sweeps to the last two are going to read."""
+    """The tensors that the last two sweeps are going to read of what the first two left."""
     if isinstance(state, GraphedState):
         state = state.state
     if isinstance(state, FlatState):
@@ -407,6 +407,8 @@ def refuse_third(t: Tensor, grad: Tensor) -> Tensor | None:
 
 
 class _NoThird(torch.autograd.Function):
+    """A node that says, when it is differentiated, that third derivatives are not given."""
+
     generate_vmap_rule = True
 
     @staticmethod

@@ -397,6 +397,8 @@ def _choices() -> Any:
         return t
 
     class Choices(_torch.InductorChoices):
+        """Nodes that stand far apart are not fused."""
+
         @staticmethod
         def can_fuse_vertical(scheduler, node1, node2, shared_data_score):
             return not scheduler.are_long_distant_nodes(node1, node2)
@@ -538,8 +540,8 @@ def traffic(graph: Graph, sweeps: dict[Node, int]) -> float:
 
 
 def _operations(node: Node) -> int:
-    """Of a product, at the sizes that the graph was made at: a question about an open size would
-    close it."""
+    """How many operations a product takes, at the sizes that the graph was made at: a question
+    about an open size would close it."""
     formula = flop_registry().get(getattr(node.target, "overloadpacket", None))
     if formula is None:
         return 0
