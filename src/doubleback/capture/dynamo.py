@@ -31,8 +31,8 @@ import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from time import monotonic
-from types import FunctionType, ModuleType
-from typing import Any, ClassVar
+from types import FunctionType, MethodType, ModuleType
+from typing import Any, ClassVar, NoReturn
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -150,9 +150,6 @@ class Capture:
             self._compiled[self._surroundings.key()] = compiled
         return compiled
 
-    def settings(self) -> Mapping[str, Any]:
-        return _SETTINGS
-
     def receive(self, module: torch.fx.GraphModule, given: Sequence[Any]) -> Callable:
         """Dynamo's backend: the graph is lifted, and run by whoever calls."""
         refuse_distributed(t for t in given if isinstance(t, torch.Tensor))
@@ -169,6 +166,10 @@ class Capture:
             return _boxes()[-1](graph, inputs)
 
         return torch.compiler.disable(call)
+
+    def settings(self) -> Mapping[str, Any]:
+        """Dynamo's, for a capture."""
+        return _SETTINGS
 
     def _reckon(self, net: nn.Module, took: float) -> None:
         """After one more capture: a network that is captured at most of its calls runs on autograd
@@ -380,7 +381,13 @@ def teach() -> bool:
     _guard_keys()
     _guard_order()
     _guard_two_objects()
+    _guard_what_is_missing()
+    _guard_names()
+    _guard_methods()
+    _guard_numbers()
+    _refuse_own_answers()
     _guard_leaves()
+    _torch.BuiltinVariable.call_function_handler_cache.clear()  # which knows what was there before
     # Dynamo guards nothing that the standard library reads, such as the environment in os.getenv
     of_the_library = _torch.symbolic_convert.is_stdlib
     _torch.symbolic_convert.is_stdlib = lambda module: module is not os and of_the_library(module)
@@ -474,6 +481,14 @@ def _guard_two_objects() -> None:
 
         for module in (_torch.object_protocol, _torch.dynamo_builtin):
             module.vt_identity_compare = compared
+    compare_tensors = _torch.BuiltinVariable._comparison_with_tensor
+
+    def compare_tensors_noted(self: Any, tracer: Any, left: Any, right: Any) -> Any:
+        if self.fn in (operator.is_, operator.is_not):
+            _stay_two(left, right)
+        return compare_tensors(self, tracer, left, right)
+
+    _torch.BuiltinVariable._comparison_with_tensor = compare_tensors_noted
     for kind in (_torch.ConstDictVariable, _torch.SetVariable):
         if "__contains__" in vars(kind):
             kind.__contains__ = _looked_for(kind.__contains__)
@@ -495,17 +510,274 @@ def _looked_for(contains: Callable) -> Callable:
 
 def _stay_two(left: Any, right: Any) -> None:
     """What was decided for two objects holds no more once both names lead to one of them."""
-    kind = _torch.UserDefinedObjectVariable
     left, right = map(_torch.LazyVariableTracker.realize_all, (left, right))
-    if not (isinstance(left, kind) and isinstance(right, kind)):
-        return
-    if left.source is not None and right.source is not None and left.value is not right.value:
-        _torch.install_guard(left.source.make_guard(functools.partial(_differ, other=right.source)))
+    if left is not right and _is_method(left) and _is_method(right):
+        _refuse("two bound methods are compared, of which Dynamo does not ask whose they are")
+    for kind, held in (
+        (_torch.UserDefinedObjectVariable, "value"),
+        (_torch.TensorVariable, "proxy"),
+    ):
+        if not (isinstance(left, kind) and isinstance(right, kind)):
+            continue
+        apart = getattr(left, held) is not getattr(right, held)
+        if apart and left.source is not None and right.source is not None:
+            differ = functools.partial(_differ, other=right.source)
+            _torch.install_guard(left.source.make_guard(differ))
+
+
+def _is_method(variable: Any) -> bool:
+    bound = isinstance(variable, _torch.dynamo_variables.UserMethodVariable)
+    return bound or isinstance(getattr(variable, "value", None), MethodType)
 
 
 def _differ(builder: Any, guard: Any, other: Any) -> None:
     code = f"{builder.arg_ref(guard)} is not {builder.arg_ref(other.name)}"
     builder.add_python_lambda_leaf_guard_to_root([code], [code])
+
+
+def _refuse(why: str) -> NoReturn:
+    """End the graph here, as Dynamo does where it knows no further."""
+    _torch.dynamo_exc.unimplemented(gb_type=why, context="", explanation=why, hints=[])
+    raise AssertionError
+
+
+def _guard_what_is_missing() -> None:
+    """Of an attribute or a key that is looked for and missing it does not guard that it stays
+    missing, nor for modules and functions whether they have one."""
+    newer = not _torch.before(2, 13)
+    holder: Any = _torch.dynamo_builtin.GetAttrBuiltinVariable if newer else _torch.BuiltinVariable
+    name = "_call_getattr" if newer else "call_getattr"
+    get = getattr(holder, name)
+
+    def get_noted(self: Any, tracer: Any, *given: Any) -> Any:
+        try:
+            return get(self, tracer, *given)
+        except _torch.dynamo_exc.ObservedAttributeError:
+            of, attribute = (given[0] if newer else given)[:2]
+            _guard_attribute(of, attribute.as_python_constant())
+            raise
+
+    setattr(holder, name, get_noted)
+    variables = _torch.dynamo_variables
+    for kind in (variables.PythonModuleVariable, *variables.UserFunctionVariable.__mro__):
+        if "call_obj_hasattr" in vars(kind) and kind is not variables.VariableTracker:
+            kind.call_obj_hasattr = _noted_question(kind.call_obj_hasattr)
+
+    getitem = _torch.ConstDictVariable.getitem_const_raise_exception_if_absent
+
+    def getitem_noted(self: Any, tracer: Any, key: Any) -> Any:
+        if key not in self:
+            self.install_dict_contains_guard(tracer, [key])
+        return getitem(self, tracer, key)
+
+    _torch.ConstDictVariable.getitem_const_raise_exception_if_absent = getitem_noted
+
+
+def _noted_question(ask: Callable) -> Callable:
+    def noted(self: Any, tracer: Any, name: str) -> Any:
+        _guard_attribute(self, name)
+        return ask(self, tracer, name)
+
+    return noted
+
+
+def _guard_attribute(of: Any, name: str) -> None:
+    """Whether there is one under this name."""
+    of = _torch.LazyVariableTracker.realize_all(of)
+    if of.source is None:
+        return
+    guard = _torch.GuardBuilder.HASATTR
+    if _torch.before(2, 13):
+        _torch.install_guard(_torch.AttrSource(of.source, name).make_guard(guard))
+    else:
+        _torch.install_guard(of.source.make_guard(functools.partial(guard, attr=name)))
+
+
+def _guard_names() -> None:
+    """Of an object's `__dict__` it guards neither which names are there nor which are not."""
+    kind: Any
+    if _torch.before(2, 13):
+        kind = _torch.dynamo_variables.GetAttrVariable
+        call = kind.call_method
+
+        def call_method(self: Any, tracer: Any, name: str, args: list, kwargs: dict) -> Any:
+            asked = name in ("__getitem__", "get", "__contains__") and args
+            if asked and self.name == "__dict__" and self.obj.source is not None:
+                _guard_name(self.obj.source, self.obj.value, args[0])
+            return call(self, tracer, name, args, kwargs)
+
+        kind.call_method = call_method
+        return
+    kind = _torch.dynamo_dicts.DunderDictVariable
+
+    def guard_all(self: Any) -> None:
+        if self.source is not None:
+            _torch.install_guard(self.source.base.make_guard(_names_stay))
+
+    def guard_one(self: Any, tracer: Any, args: list) -> None:
+        if self.source is not None:
+            held = self.items.item.get_real_python_backed_value()
+            _guard_name(self.source.base, held, args[0])
+
+    copy = kind.call_method
+
+    def call_method(self: Any, tracer: Any, name: str, args: list, kwargs: dict) -> Any:
+        if name == "copy":
+            guard_all(self)
+        return copy(self, tracer, name, args, kwargs)
+
+    kind.install_dict_keys_match_guard = guard_all
+    kind.install_dict_contains_guard = guard_one
+    kind.call_method = call_method
+
+
+_ALWAYS = ("_parameters", "_buffers", "_modules")  # of a module, whose own code asks for them
+
+
+def _guard_name(source: Any, held: Any, name: Any) -> None:
+    if not name.is_python_constant():
+        _torch.install_guard(source.make_guard(_names_stay))
+    elif (name := name.as_python_constant()) not in _ALWAYS:
+        there = name in getattr(held, "__dict__", {})
+        _torch.install_guard(
+            source.make_guard(functools.partial(_name_stays, name=name, there=there))
+        )
+
+
+def _names_stay(builder: Any, guard: Any) -> None:
+    code = f"[*{builder.arg_ref(guard)}.__dict__] == {[*builder.get(guard).__dict__]!r}"
+    builder.add_python_lambda_leaf_guard_to_root([code], [code])
+
+
+def _name_stays(builder: Any, guard: Any, name: Any, there: bool) -> None:
+    code = f"({name!r} in {builder.arg_ref(guard)}.__dict__) is {there}"
+    builder.add_python_lambda_leaf_guard_to_root([code], [code])
+
+
+def _guard_methods() -> None:
+    """Of objects that are no modules (`Surroundings` looks at those) it does not guard which
+    functions their methods are; and where an attribute comes from `__getattr__`, not that the
+    object has none of its own."""
+    kind = _torch.UserDefinedObjectVariable
+    name = "var_getattr" if _torch.before(2, 13) else "generic_getattr"
+    look = getattr(kind, name)
+
+    def looked(self: Any, tracer: Any, name: str) -> Any:
+        pending = tracer.output.side_effects.has_pending_mutation_of_attr(self, name)
+        if self.source is not None and not pending and _from_getattr(self.value, name):
+            absent = functools.partial(_torch.GuardBuilder.NOT_PRESENT_IN_GENERIC_DICT, attr=name)
+            _torch.install_guard(self.source.make_guard(absent))
+        found = look(self, tracer, name)
+        if type(found) is _torch.dynamo_variables.UserMethodVariable and self.source is not None:
+            _guard_method(self, name, found)
+        return found
+
+    setattr(kind, name, looked)
+
+
+def _from_getattr(value: Any, name: str) -> bool:
+    kinds = type(value).__mro__
+    if not hasattr(type(value), "__getattr__") or name in getattr(value, "__dict__", (name,)):
+        return False
+    held = [vars(value).get(table, ()) for table in _ALWAYS if isinstance(value, nn.Module)]
+    return not any(name in table for table in (*held, *map(vars, kinds)))
+
+
+def _guard_method(of: Any, name: str, found: Any) -> None:
+    kinds = type(of.value).__mro__
+    owner = next((kind for kind in kinds if vars(kind).get(name) is found.fn), None)
+    told = owner is None or issubclass(owner, nn.Module) or owner.__module__.startswith("torch.")
+    if told or found.source_fn is None:
+        return
+    _torch.install_guard(found.source_fn.make_guard(_torch.GuardBuilder.CLOSURE_MATCH))
+    if owner is not kinds[0]:
+        _torch.install_guard(of.source.make_guard(functools.partial(_inherited, name=name)))
+
+
+def _inherited(builder: Any, guard: Any, name: str) -> None:
+    code = f"{name!r} not in {builder.arg_ref(guard)}.__class__.__dict__"
+    builder.add_python_lambda_leaf_guard_to_root([code], [code])
+
+
+def _guard_numbers() -> None:
+    """An open number is compared with infinity as if it never were so; and a list is said not to
+    hold what its open numbers may be."""
+    builder: Any = _torch.dynamo_builder.VariableBuilder
+    wrap = builder.wrap_symfloat
+
+    def wrap_finite(self: Any, value: float) -> Any:
+        found = wrap(self, value)
+        if not isinstance(found, _torch.ConstantVariable):
+            _torch.install_guard(self.source.make_guard(_finite))
+        return found
+
+    builder.wrap_symfloat = wrap_finite
+    contains = _torch.dynamo_lists.iter_contains
+    symbol = _torch.dynamo_variables.SymNodeVariable
+
+    def contains_numbers(items: Any, *given: Any, **options: Any) -> Any:
+        items = [
+            _torch.ConstantVariable.create(x.evaluate_expr()) if isinstance(x, symbol) else x
+            for x in map(_torch.LazyVariableTracker.realize_all, items)
+        ]
+        return contains(items, *given, **options)
+
+    _torch.dynamo_lists.iter_contains = _torch.dynamo_utils.iter_contains = contains_numbers
+
+
+def _finite(builder: Any, guard: Any) -> None:
+    ref = builder.arg_ref(guard)
+    code = f"{ref} - {ref} == 0"
+    builder.add_python_lambda_leaf_guard_to_root([code], [code])
+
+
+def _refuse_own_answers() -> None:
+    """What a class answers in Python of its own, or NumPy's, and Dynamo answers in its place: which
+    keys are equal, what is written for an object, whether a number is one of Python's."""
+    kind = _torch.UserDefinedObjectVariable
+    equal = kind.is_python_equal
+
+    def equal_or_refused(self: Any, other: Any) -> bool:
+        found = equal(self, other)
+        if not found and isinstance(getattr(type(self.value), "__eq__", None), FunctionType):
+            _refuse(f"keys are compared by the __eq__ of {type(self.value).__name__}")
+        return found
+
+    kind.is_python_equal = equal_or_refused
+    builtin = _torch.BuiltinVariable
+    write = builtin.call_str
+
+    def write_or_refuse(self: Any, tracer: Any, arg: Any) -> Any:
+        of = type(arg.value) if isinstance(arg, kind) else object
+        if of.__str__ is object.__str__ and isinstance(of.__repr__, FunctionType):
+            _refuse(f"str() of an object calls the __repr__ of {of.__name__}")
+        return write(self, tracer, arg)
+
+    builtin.call_str = write_or_refuse
+    arrays = _torch.dynamo_variables.NumpyNdarrayVariable
+    builder: Any = _torch.dynamo_builder.VariableBuilder
+    wrap = builder._wrap
+    scalars: weakref.WeakSet[Any] = weakref.WeakSet()  # which are arrays to Dynamo
+
+    def wrap_noted(self: Any, value: Any) -> Any:
+        found = wrap(self, value)
+        if isinstance(found, arrays) and type(value).__name__ != "ndarray":
+            scalars.add(found.source)
+        return found
+
+    def no_scalar(ask: Callable) -> Callable:
+        def asked(self: Any, tracer: Any, arg: Any, *given: Any) -> Any:
+            if getattr(arg, "source", None) in scalars:
+                _refuse(
+                    "an np.float64 is a float, and an array to Dynamo, of which the type is asked"
+                )
+            return ask(self, tracer, arg, *given)
+
+        return asked
+
+    builder._wrap = wrap_noted
+    builtin.call_isinstance = no_scalar(builtin.call_isinstance)
+    builtin.call_type = no_scalar(builtin.call_type)
 
 
 def _guard_leaves() -> None:

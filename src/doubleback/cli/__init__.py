@@ -32,6 +32,8 @@ LOSSES = ("cross_entropy", "mse", "bce")
 NORMS = ("squared", "norm", "deviation")
 PENALTIES = ("loss-gradient", "output-gradient", "gradient-match", "bilinear-form", "jacobian",
              "spectral-norm")  # fmt: skip
+NETS = ("separable", "conv", "residual", "mlp", "transformer")  # of demo and bench
+SHOWN = ("loss-gradient", "jacobian", "spectral-norm")  # theirs too
 SHELLS = ("bash", "zsh", "fish")
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
@@ -224,11 +226,18 @@ def _add(parser: argparse.ArgumentParser, *rows: tuple[str, Any, str, str]) -> N
             parser.add_argument(option, type=kind, metavar=metavar, help=told)
 
 
+def _complete(parser: argparse.ArgumentParser, **names: Sequence[str]) -> None:
+    """What a shell completes these options with; others may be given."""
+    for action in parser._actions:
+        if action.dest in names:
+            action.completions = names[action.dest]  # type: ignore[attr-defined]
+
+
 def _add_demo(parser: argparse.ArgumentParser) -> None:
     _add(
         parser,
         ("--net", str, "NAME",
-         "separable (default), conv, residual, mlp, transformer, or package.module:factory"),
+         f"{', '.join(NETS)}, or package.module:factory; default: %(default)s"),
         ("--weight", _weight, "λ", "of every penalty; default: one for each"),
         ("--epochs", _count, "N", "default: 16 for the digits, 1 for --data"),
         ("--data", str, "SOURCE", "digits (default) or mnist-idx:FOLDER"),
@@ -243,7 +252,7 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     _add(
         parser,
         ("--net", list, "NAME",
-         "separable, conv, residual, mlp, transformer; repeat it for several; default: all"),
+         f"{', '.join(NETS)}; repeat it for several; default: all"),
         ("--side", _count, "N", "of the images"),
         ("--batch", _count, "B", "default: %(default)s"),
         ("--seconds", _weight, "T", "for all measurements together, default: %(default)g"),
@@ -256,10 +265,10 @@ def _add_timed(parser: argparse.ArgumentParser) -> None:
     """What `demo` and `bench` take alike."""
     _add(
         parser,
-        ("--penalty", list, "NAME",
-         "loss-gradient, jacobian, spectral-norm; repeat it; default: the first two"),
+        ("--penalty", list, "NAME", f"{', '.join(SHOWN)}; repeat it; default: the first two"),
         ("--compile", bool, "", "compile the sweeps too (slow start)"),
-    )  # fmt: skip
+    )
+    _complete(parser, net=NETS, penalty=SHOWN)
     _add_common(parser)
 
 

@@ -78,6 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
     device = shared.device(arguments.device)
     folder = shared.folder(arguments.out)
     data = Images.load(arguments.data, arguments.seed, device)
+    shared.keep_memory()
     console = Console(highlight=False, stderr=arguments.json)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # networks this small gain nothing by more

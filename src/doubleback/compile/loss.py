@@ -257,7 +257,20 @@ class Compiled:
         return tuple([s.key() for each in keys for s in each])
 
     def settings(self) -> dict[str, Any]:
-        return _settings(self._constants)
+        """Dynamo's, for a trace."""
+        constants = self._constants
+        wanted = {
+            "trace_autograd_ops": True,  # torch.autograd.grad in the graph
+            "allow_rnn": True,
+            "allow_unspec_int_on_nn_module": not constants,  # a counter is no reason to trace anew
+            "specialize_int": constants,
+            "specialize_float": constants,
+            "skip_nnmodule_hook_guards": False,  # hooks may come and go
+            "recompile_limit": MOST,
+            "accumulated_recompile_limit": 4 * MOST,
+            "fail_on_recompile_limit_hit": False,
+        }
+        return {name: value for name, value in wanted.items() if _known(name)}
 
     def receive(self, module: torch.fx.GraphModule, given: Sequence[Any]) -> Callable:
         """Dynamo's backend: the graph is differentiated and compiled, and run by whoever calls."""
@@ -676,21 +689,6 @@ def _calls() -> list[_LossCall]:
 @functools.cache
 def _known(name: str) -> bool:
     return hasattr(_torch.dynamo_config, name)
-
-
-def _settings(constants: bool) -> dict[str, Any]:
-    wanted = {
-        "trace_autograd_ops": True,  # torch.autograd.grad in the graph
-        "allow_rnn": True,
-        "allow_unspec_int_on_nn_module": not constants,  # a counter is no reason to trace anew
-        "specialize_int": constants,
-        "specialize_float": constants,
-        "skip_nnmodule_hook_guards": False,  # hooks may come and go
-        "recompile_limit": MOST,
-        "accumulated_recompile_limit": 4 * MOST,
-        "fail_on_recompile_limit_hit": False,
-    }
-    return {name: value for name, value in wanted.items() if _known(name)}
 
 
 def held_modules(*holders: Any) -> list[nn.Module]:
