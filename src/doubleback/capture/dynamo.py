@@ -233,14 +233,14 @@ def captured_by(
     optimise = _torch.dynamo_optimize(
         receive, nopython=True, dynamic=dynamic, guard_fail_fn=changed
     )
-    optimise.callback = _Callback(optimise.callback, lambda: me().settings())
+    optimise.callback = _CaptureCallback(optimise.callback, lambda: me().settings())
     compiled = optimise(own)
     assert compiled is not None
     weakref.finalize(own, _torch.dynamo_reset_code, code).atexit = False
     return compiled
 
 
-class _Callback:
+class _CaptureCallback:
     """What Dynamo calls where no graph fits, under settings of its own: to set and put them back
     takes as long as a few kernels, so calls by graphs that there are do without."""
 
@@ -311,7 +311,7 @@ _count = itertools.count()
 
 
 def _boxes() -> list[_Box]:
-    """Those of this thread's calls, the innermost last."""
+    """The boxes of the calls that run in this thread, the innermost last."""
     if not hasattr(_local, "boxes"):
         _local.boxes = []
     return _local.boxes
@@ -1038,7 +1038,7 @@ class Surroundings:
         return hooks, methods, types, places, self._asked() if self._frozen else None
 
     def _asked(self) -> tuple[bool, ...]:
-        """Of each parameter, whether a gradient is asked for."""
+        """Whether a gradient is asked for, parameter by parameter."""
         living = [m for module in self._modules if (m := module()) is not None]
         return tuple([p.requires_grad for m in living for p in m.parameters(recurse=False)])
 

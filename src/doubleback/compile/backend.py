@@ -131,7 +131,7 @@ def _guard_hooks() -> None:
 
 
 def _guard_surroundings(builder: Any, _: Any) -> None:
-    """Likewise methods that are replaced on a module's class, and hooks of all modules."""
+    """Methods that are replaced on a module's class, and hooks of all modules, are noticed too."""
     named = [builder.scope["G"].get(name) for name in builder.f_code.co_names]
     around = [Surroundings(m) for m in held_modules(builder.scope["L"], named)]
     known = [each.key() for each in around]
@@ -302,7 +302,7 @@ class CompiledRegion:
         return stages.layout.results_of(inputs, outputs, iter(stages.numbers(*numbers)))
 
     def _stages(self, numbers: Sequence[int]) -> Stages | None:
-        """Those that serve all that was asked for so far at these sizes. None: autograd does."""
+        """The passes that serve all that was asked for so far at these sizes; None: autograd."""
         with self._lock:
             wanted = tuple(sorted(self.wanted))
             self.variants = [

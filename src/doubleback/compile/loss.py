@@ -332,10 +332,12 @@ class Compiled:
             scale = None
             if step.scaled:
                 scale = self.scaler.scale(torch.ones((), device=step.device))
-            job = _Job(step, [t.detach() if isinstance(t, Tensor) else t for t in inputs], scale)
+            job = _LossRun(
+                step, [t.detach() if isinstance(t, Tensor) else t for t in inputs], scale
+            )
             if step.trained:
                 trained = [call.original(inputs[i]) for i in step.trained]
-                loss = _Value.apply(job, *trained)
+                loss = _LossNode.apply(job, *trained)
             else:
                 with torch.no_grad():
                     loss = job.run()[0]
@@ -431,7 +433,7 @@ def _refuse_shared(step: WholeStep, inputs: Sequence[Any]) -> None:
         raise CaptureError("it writes to a tensor that shares memory with another that it reads")
 
 
-class _Job:
+class _LossRun:
     """One call of a graph, and what it yields besides the loss."""
 
     def __init__(self, step: WholeStep, inputs: list[Any], scale: Tensor | None) -> None:
@@ -447,11 +449,11 @@ class _Job:
         return loss, grads
 
 
-class _Value(torch.autograd.Function):
+class _LossNode(torch.autograd.Function):
     """The loss; its gradients wait for the one that arrives at it."""
 
     @staticmethod
-    def forward(ctx: Any, job: _Job, *trained: Tensor) -> Tensor:
+    def forward(ctx: Any, job: _LossRun, *trained: Tensor) -> Tensor:
         loss, ctx.grads = job.run()
         ctx.scale = job.scale
         ctx.trained = trained
@@ -513,6 +515,8 @@ class _NoMore(torch.autograd.Function):
 
 
 class _Attached(torch.autograd.Function):
+    """A gradient, joined to the node that stands for all that it depends on."""
+
     @staticmethod
     def forward(ctx: Any, grad: Tensor, end: Tensor) -> Tensor:
         ctx.save_for_backward(end)
@@ -578,7 +582,7 @@ _TOOLS = (Tensor, torch.ops.doubleback.mark, _aliases, _detached)
 
 
 def _globals(fn: Any) -> dict[str, Any]:
-    """Those of a function, of a method, or of a module's forward."""
+    """The globals of a function, of a method, or of a module's forward."""
     while isinstance(fn, functools.partial):
         fn = fn.func
     if not isinstance(fn, (FunctionType, MethodType)):
@@ -676,7 +680,7 @@ _local = threading.local()
 
 
 def _calls() -> list[_LossCall]:
-    """Those of this thread, the innermost last."""
+    """The calls that run in this thread, the innermost last."""
     if not hasattr(_local, "calls"):
         _local.calls = []
     return _local.calls
