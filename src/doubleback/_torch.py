@@ -14,6 +14,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
+import torch
+
 NAMES: dict[str, tuple[str, str]] = {
     # ------------------------------------------------------------------ nested containers
     "pytree": (
@@ -592,9 +594,12 @@ OPERATORS: dict[str, str] = {
 
 def before(major: int, minor: int) -> bool:
     """Whether this PyTorch is older."""
-    import torch
-
     return tuple(map(int, torch.__version__.split(".")[:2])) < (major, minor)
+
+
+def compiling() -> bool:
+    """Whether torch.compile reads this very code."""
+    return torch.compiler.is_compiling()
 
 
 def find(path: str) -> Any:

@@ -76,7 +76,7 @@ class Capture:
         self._again = 0.0
         self._surroundings: Surroundings | None = None
         self._compiled: dict[Any, Callable] = {}
-        self._changes: list[str] = []
+        self.changes: list[str] = []
         self._calls = 0
         self._warned = False
 
@@ -92,7 +92,8 @@ class Capture:
         failure: Exception | None = None
         result: Any = None
         try:
-            result = self._with_settings(net, box, args, kwargs)
+            with leaving_transforms(), _modes_off(box), trackers_off():
+                result = self._enter(net, box, args, kwargs)
         except Exception as error:
             if error is box.error:
                 raise
@@ -122,23 +123,6 @@ class Capture:
         """Whether it was refused, and not so long ago that it is tried again."""
         return self.refusal is not None and monotonic() < self._again
 
-    def _with_settings(self, net: nn.Module, box: _Box, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Under Dynamo's settings as a capture needs them, until a graph is found. They are put
-        back also where Ctrl-C arrives as they are set or put back."""
-        with turn:
-            try:
-                for name, value in _SETTINGS.items():
-                    box.before[name] = getattr(_torch.dynamo_config, name)
-                    setattr(_torch.dynamo_config, name, value)
-                with leaving_transforms(), _modes_off(box), trackers_off():
-                    return self._enter(net, box, args, kwargs)
-            finally:
-                try:
-                    box.put_back()
-                except BaseException:
-                    box.put_back()
-                    raise
-
     def _enter(self, net: nn.Module, box: _Box, args: tuple, kwargs: dict[str, Any]) -> Any:
         _Quiet.install()
         teach()
@@ -153,31 +137,22 @@ class Capture:
             boxes.pop()
 
     def _function(self, net: nn.Module) -> Callable:
-        """`_call` with a code object and a name of its own: by the one Dynamo keeps its graphs, by
-        the other it remembers which sizes have changed."""
+        """`_call` under Dynamo, for the network as it is now."""
         if self._surroundings is None:
             self._surroundings = Surroundings(net)
         key = self._surroundings.key()
         compiled = self._compiled.get(key)
         if compiled is None:
             self._surroundings = Surroundings(net)
-            code = _call.__code__.replace(co_name=f"call_network_{next(_count)}")
-            own = FunctionType(code, dict(_call.__globals__))  # Dynamo adds its own names there
-            me: Any = weakref.ref(self)  # Dynamo never forgets a backend
-            optimise = _torch.dynamo_optimize(
-                lambda module, given: me()._receive(module, given),
-                nopython=True,
-                guard_fail_fn=lambda failure: me()._changed(failure),
-            )
-            compiled = optimise(own)
-            assert compiled is not None
-            weakref.finalize(own, _torch.dynamo_reset_code, code).atexit = False
+            # a copy: Dynamo adds names of its own there
+            scope = dict(_call.__globals__)
+            compiled = captured_by(self, _call, "call_network", scope)
             if len(self._compiled) >= MANY:
                 self._compiled.pop(next(iter(self._compiled)))
             self._compiled[self._surroundings.key()] = compiled
         return compiled
 
-    def _receive(self, module: torch.fx.GraphModule, given: Sequence[Any]) -> Callable:
+    def receive(self, module: torch.fx.GraphModule, given: Sequence[Any]) -> Callable:
         """Dynamo's backend: the graph is lifted, and run by whoever calls."""
         refuse_distributed(t for t in given if isinstance(t, torch.Tensor))
         strange = [t for t in given if isinstance(t, torch.Tensor) and not plain(t)]
@@ -194,14 +169,14 @@ class Capture:
 
         return torch.compiler.disable(call)
 
-    def _changed(self, failure: Any) -> None:
-        text = str(failure.reason).splitlines()[0]
-        self._changes = [*self._changes[-3:], text]
+    def settings(self) -> Mapping[str, Any]:
+        """Dynamo's, for a capture."""
+        return _SETTINGS
 
     def _reckon(self, net: nn.Module, took: float) -> None:
-        """Of a network that was captured once more: where most calls were captures it rests, where
-        fewer were it is said once what captures cost."""
-        name, changes = type(net).__name__, "; ".join(dict.fromkeys(self._changes))
+        """After one more capture: a network that is captured at most of its calls runs on autograd
+        for a while; of one that is captured less often it is said once what captures cost."""
+        name, changes = type(net).__name__, "; ".join(dict.fromkeys(self.changes))
         if 2 * self.graphs > self._calls:
             self.refusal = CaptureError(
                 f"{name} was captured {self.graphs} times in {self._calls} calls: what it reads "
@@ -232,44 +207,88 @@ _SETTINGS = {
 
 
 # Before 2.13 Dynamo's settings are those of all threads, and one at a time may change them.
-turn: Any = threading.RLock() if _torch.before(2, 13) else nullcontext()
+_turn: Any = threading.RLock() if _torch.before(2, 13) else nullcontext()
 
 
-@contextmanager
-def _others_turn() -> Iterator[None]:
-    """In the midst of one's own."""
-    if isinstance(turn, nullcontext):
-        yield
-        return
-    turn.release()
-    try:
-        yield
-    finally:
-        turn.acquire()
+def captured_by(
+    owner: Any, template: Any, name: str, scope: dict[str, Any], dynamic: bool | None = None
+) -> Callable:
+    """A function as one graph of Dynamo's for each call that no earlier graph fits.
+
+    owner: its `receive` is Dynamo's backend, its `settings` are Dynamo's for captures alone, and
+    its `changes` say which guards failed last. Dynamo never forgets a backend, so that this one
+    knows its owner by a weak reference.
+    template, name, scope: the function has its code with a code object and a name of its own, and
+    these globals: by the one Dynamo keeps graphs, by the other it remembers which sizes have
+    changed.
+    """
+    code = template.__code__.replace(co_name=f"{name}_{next(_count)}")
+    own: Any = FunctionType(code, scope)
+    me: Any = weakref.ref(owner)
+
+    def receive(module: torch.fx.GraphModule, given: Sequence[Any]) -> Callable:
+        return me().receive(module, given)
+
+    def changed(failure: Any) -> None:
+        holder = me()
+        holder.changes = [*holder.changes[-3:], str(failure.reason).splitlines()[0]]
+
+    optimise = _torch.dynamo_optimize(
+        receive, nopython=True, dynamic=dynamic, guard_fail_fn=changed
+    )
+    optimise.callback = _CaptureCallback(optimise.callback, lambda: me().settings())
+    compiled = optimise(own)
+    assert compiled is not None
+    weakref.finalize(own, _torch.dynamo_reset_code, code).atexit = False
+    return compiled
+
+
+class _CaptureCallback:
+    """What Dynamo calls where no graph fits, under settings of its own: to set and put them back
+    takes as long as a few kernels, so calls by graphs that there are do without."""
+
+    def __init__(self, callback: Any, settings: Callable[[], Mapping[str, Any]]) -> None:
+        self._torchdynamo_orig_backend = callback  # the name by which Dynamo looks for a backend
+        self._settings = settings
+
+    def __call__(self, *frame: Any) -> Any:
+        before: dict[str, Any] = {}
+        with _turn:
+            try:
+                for name, value in self._settings().items():
+                    before[name] = getattr(_torch.dynamo_config, name)
+                    setattr(_torch.dynamo_config, name, value)
+                return self._torchdynamo_orig_backend(*frame)
+            finally:
+                try:
+                    _put_back(before)
+                except BaseException:  # Ctrl-C
+                    _put_back(before)
+                    raise
+
+
+def _put_back(before: dict[str, Any]) -> None:
+    for name in list(before):
+        setattr(_torch.dynamo_config, name, before[name])
+        del before[name]
 
 
 class _Box:
-    """What runs in the place of the graph, under Dynamo's settings as they were `before`, and the
-    error that it raised itself."""
+    """What one call runs in the place of the graph.
+
+    error: the one that `run` raised itself; modes: the caller's, which were off for the capture.
+    """
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        self.before: dict[str, Any] = {}
         self.error: BaseException | None = None
         self.modes: Sequence[Any] = ()
 
-    def put_back(self) -> None:
-        for name in list(self.before):
-            setattr(_torch.dynamo_config, name, self.before[name])
-            del self.before[name]
-
     def __call__(self, graph: Graph, inputs: Sequence[Any]) -> Sequence[Any]:
-        self.put_back()
         for mode in self.modes:
             _torch.push_mode(mode)
         try:
-            with _others_turn():
-                return self.run(graph, inputs)
+            return self.run(graph, inputs)
         except BaseException as error:
             self.error = error
             raise
@@ -295,7 +314,7 @@ _count = itertools.count()
 
 
 def _boxes() -> list[_Box]:
-    """Those of this thread's calls, the innermost last."""
+    """The boxes of the calls that run in this thread, the innermost last."""
     if not hasattr(_local, "boxes"):
         _local.boxes = []
     return _local.boxes
@@ -383,7 +402,7 @@ def teach() -> bool:
     _refuse_own_answers()
     _guard_leaves()
     _torch.BuiltinVariable.call_function_handler_cache.clear()  # which knows what was there before
-    # it guards nothing that functions of the standard library read, `os.getenv` of the environment
+    # Dynamo guards nothing that the standard library reads, such as the environment in os.getenv
     of_the_library = _torch.symbolic_convert.is_stdlib
     _torch.symbolic_convert.is_stdlib = lambda module: module is not os and of_the_library(module)
     # of a `random.Random` it keeps the numbers that it draws while it reads
@@ -393,8 +412,8 @@ def teach() -> bool:
 
 
 def _guard_one_object() -> None:
-    """Of one object under two names it guards that they stay one, but not where one name is local
-    and the other global: a module's Enum that a dictionary is looked up with."""
+    """Where one object has two names, Dynamo guards that both stay names of one object, but not if
+    one name is local and the other global: a module's Enum that a dictionary is looked up with."""
     original = _torch.dynamo_builder.make_dupe_guard
 
     def make_dupe_guard(source: Any, other: Any) -> Any:
@@ -407,7 +426,8 @@ def _guard_one_object() -> None:
 
 
 def _guard_keys() -> None:
-    """It guards no function or class that is looked for in a set or dictionary and not called."""
+    """Dynamo guards no function or class that is looked for in a set or dictionary and not
+    called."""
     lazy = _torch.LazyVariableTracker
     name = "is_hashable" if _torch.before(2, 13) else "is_hashable_lazy"
     unguarded = getattr(lazy, name)
@@ -420,7 +440,7 @@ def _guard_keys() -> None:
 
 
 def _guard_order() -> None:
-    """Of a dictionary that becomes a list or is copied it guards how long it is, not which keys
+    """Where a dictionary becomes a list or is copied, Dynamo guards its length, but not which keys
     come in which order."""
     guard_keys = _torch.ConstDictVariable.install_dict_keys_match_guard
 
@@ -442,7 +462,7 @@ def _guard_order() -> None:
 
 
 def _guard_two_objects() -> None:
-    """Of two objects that are compared by identity it does not guard that they stay two."""
+    """Where two objects are compared by identity, Dynamo does not guard that they stay two."""
     if _torch.before(2, 13):
         kind, handlers = _torch.BuiltinVariable, _torch.symbolic_convert.compare_op_handlers
 
@@ -489,15 +509,15 @@ def _guard_two_objects() -> None:
 
 
 def _looked_for(contains: Callable) -> Callable:
-    """Likewise of an object that is looked for among keys and is none of them."""
+    """Nor where an object is looked for among keys and is none of them."""
 
     def noted(self: Any, key: Any) -> bool:
-        found = contains(self, key)
+        is_there = contains(self, key)
         key = _torch.LazyVariableTracker.realize_all(key)
-        if not found and isinstance(key, _torch.UserDefinedObjectVariable):
+        if not is_there and isinstance(key, _torch.UserDefinedObjectVariable):
             for other in list(self.items):
                 _stay_two(getattr(other, "vt", None), key)
-        return found
+        return is_there
 
     return noted
 
@@ -776,7 +796,8 @@ def _refuse_own_answers() -> None:
 
 
 def _guard_leaves() -> None:
-    """Nobody looks again at whether a tensor that is given is a leaf."""
+    """Where a network asks whether a tensor that it is given is a leaf, Dynamo keeps the first
+    answer."""
     variable: Any = _torch.TensorVariable
     original = variable.method_attr_grad_fn
 
@@ -798,7 +819,8 @@ def _guard_leaves() -> None:
 
 
 def _forget_tangents_of_views() -> None:
-    """Tangents of views are remembered as smaller than they are."""
+    """In its cache of what operators return, Dynamo holds the tangents of views for smaller than
+    they are."""
     mode: Any = _torch.FakeTensorMode
     validate = mode._validate_cache_key
 
@@ -884,32 +906,41 @@ _REMEDIES = (
 
 def reason(net: nn.Module, error: BaseException) -> CaptureError:
     """The error that a user sees."""
-    inner = getattr(error, "inner_exception", None) or error
-    text = _first_line(inner)
+    text, told = first_line(error), str(error)
     scripted = [name for name, m in net.named_modules() if isinstance(m, torch.jit.ScriptModule)]
     if scripted:
         which = f"its module {scripted[0]!r}" if scripted[0] else "it"
-        text = f"{which} is TorchScript, which hides its operations"
+        told = text = f"{which} is TorchScript, which hides its operations"
     if "requires_grad_()" in text:
         text = (
             "it makes a leaf of its own inside (requires_grad_()), so that its output may not "
             "depend on its input any more"
         )
-    told = text if scripted else str(error)
-    hint = next((remedy for pattern, remedy in _REMEDIES if re.search(pattern, told)), None)
-    remedy = f"\n  Remedy: {hint}." if hint else ""
-    where = _line(error)
     return CaptureError(
         f"{type(net).__name__} cannot be captured as one graph: {text}"
-        + (f"\n  stopped at {where}" if where else "")
-        + remedy
+        f"{stopped_at(error)}{remedy(told, _REMEDIES)}"
     )
 
 
-def _first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
+def remedy(told: str, remedies: Sequence[tuple[str, str]]) -> str:
+    """What to do about it, by the first of the patterns that what is told contains."""
+    hint = next((hint for pattern, hint in remedies if re.search(pattern, told)), None)
+    return f"\n  Remedy: {hint}." if hint else ""
+
+
+def stopped_at(error: BaseException) -> str:
+    """At which line of the user's, where it is known."""
+    where = _line(error)
+    return f"\n  stopped at {where}" if where else ""
+
+
+def first_line(error: BaseException) -> str:
+    """What went wrong, in one line; of an error of Dynamo's with its explanation, of a backend's
+    the error inside."""
+    inner = getattr(error, "inner_exception", None) or error
+    lines = [line.strip() for line in str(inner).splitlines() if line.strip()]
     if not lines:
-        return type(error).__name__
+        return type(inner).__name__
     explained = next((x for x in lines if x.startswith("Explanation:")), None)
     if explained:
         return f"{lines[0]}: {explained.removeprefix('Explanation:').strip()}"
@@ -1021,7 +1052,7 @@ class Surroundings:
         return hooks, methods, types, places, self._asked() if self._frozen else None
 
     def _asked(self) -> tuple[bool, ...]:
-        """Of each parameter, whether a gradient is asked for."""
+        """Whether a gradient is asked for, parameter by parameter."""
         living = [m for module in self._modules if (m := module()) is not None]
         return tuple([p.requires_grad for m in living for p in m.parameters(recurse=False)])
 
