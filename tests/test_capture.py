@@ -976,7 +976,7 @@ class Alike:
         return self.number
 
 
-SHOWN, KEY, HELD = Shown(), Alike(1), {Alike(2): 1.0, Alike(1): 2.0}
+SHOWN, KEY, TABLE = Shown(), Alike(1), {Alike(2): 1.0, Alike(1): 2.0}
 DRAWS, NUMBER = random.Random(0), np.float64(2.0)
 
 
@@ -984,7 +984,7 @@ DRAWS, NUMBER = random.Random(0), np.float64(2.0)
     "program",
     [
         lambda x: x * len(str(SHOWN)),
-        lambda x: x * (2.0 if KEY in HELD else 3.0),
+        lambda x: x * (2.0 if KEY in TABLE else 3.0),
         lambda x: x * (2.0 if SHOWN.__repr__ == KEY.__hash__ else 3.0),
         lambda x: x * DRAWS.random(),
         lambda x: x * (2.0 if isinstance(NUMBER, float) else 3.0),
