@@ -23,6 +23,7 @@ from .dynamo import (
     teach,
     trackers_off,
     turn,
+    under_way,
 )
 from .lifting import as_eager, assigns_data, kept_by_squeeze, mark, stop_gradient
 
@@ -52,4 +53,5 @@ __all__ = [
     "teach",
     "trackers_off",
     "turn",
+    "under_way",
 ]

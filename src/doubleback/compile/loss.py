@@ -45,6 +45,7 @@ from ..capture import (
     plain,
     teach,
     turn,
+    under_way,
 )
 from ..errors import (
     CaptureError,
@@ -182,17 +183,23 @@ class Compiled:
         """The call by graphs, raising `CaptureError` where there can be none.
 
         Dynamo looks at fn without the library's derivatives first, which few functions need for
-        that, and makes symbols of Python's numbers that change, which few operators do not take.
+        that, and makes symbols of Python's numbers that change, which it cannot do everything with
+        (iterate over a range up to one), nor can all operators.
         """
         try:
             return self._enter(args, kwargs)
         except _Refusal as refusal:
             lacking = refusal.lacking and supported(torch.__version__)
-            if not lacking and (self._constants or not refusal.late):
+            if not lacking and self._constants:
                 raise
-        with patched() if lacking else nullcontext():
-            self._constants = self._constants or not lacking
-            return self._enter(args, kwargs)
+        before = self._constants
+        try:
+            with patched() if lacking else nullcontext():
+                self._constants = before or not lacking
+                return self._enter(args, kwargs)
+        except _Refusal:
+            self._constants = before
+            raise
 
     def _enter(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         call = _LossCall(args, kwargs)
@@ -678,6 +685,9 @@ def _calls() -> list[_LossCall]:
     return _local.calls
 
 
+under_way.append(_calls)
+
+
 @functools.cache
 def _known(name: str) -> bool:
     return hasattr(_torch.dynamo_config, name)
@@ -694,6 +704,7 @@ def _settings(constants: bool) -> dict[str, Any]:
         "recompile_limit": MOST,
         "accumulated_recompile_limit": 4 * MOST,
         "fail_on_recompile_limit_hit": False,
+        "invalidate_compile_context_weakrefs": True,  # parameters can be swapped
     }
     return {name: value for name, value in wanted.items() if _known(name)}
 
@@ -744,12 +755,11 @@ _FOLDERS = tuple(
 class _Refusal(CaptureError):
     """Why a function is not one graph: the cause, its line, a remedy.
 
-    lacking: PyTorch has no such derivative; late: Dynamo had a graph of it.
+    lacking: PyTorch has no such derivative.
     """
 
     def __init__(self, fn: Any, error: BaseException) -> None:
         self.lacking = "derivative" in str(error)
-        self.late = isinstance(error, _torch.BackendCompilerFailed)
         inner = getattr(error, "inner_exception", None) or error
         lines = [line.strip() for line in str(inner).strip().splitlines() if line.strip()]
         text = lines[0] if lines else type(inner).__name__
