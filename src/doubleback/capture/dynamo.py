@@ -126,7 +126,7 @@ class Capture:
     def _enter(self, net: nn.Module, box: _Box, args: tuple, kwargs: dict[str, Any]) -> Any:
         _Quiet.install()
         teach()
-        boxes = _boxes()
+        boxes = _local.boxes
         boxes.append(box)
         try:
             known = len(self._compiled)
@@ -165,7 +165,7 @@ class Capture:
         self.graphs += 1
 
         def call(*inputs: Any) -> Sequence[Any]:
-            return _boxes()[-1](graph, inputs)
+            return _local.boxes[-1](graph, inputs)
 
         return torch.compiler.disable(call)
 
@@ -203,6 +203,7 @@ _SETTINGS = {
     "accumulated_recompile_limit": 4 * MOST,
     "fail_on_recompile_limit_hit": False,
     "use_recursive_dict_tags_for_guards": False,  # as from 2.13 on: it skips guards
+    "invalidate_compile_context_weakrefs": True,  # parameters can be swapped
 }
 
 
@@ -254,12 +255,14 @@ class _CaptureCallback:
     def __call__(self, *frame: Any) -> Any:
         before: dict[str, Any] = {}
         with _turn:
+            captures, _local.captures = _local.captures, True
             try:
                 for name, value in self._settings().items():
                     before[name] = getattr(_torch.dynamo_config, name)
                     setattr(_torch.dynamo_config, name, value)
                 return self._torchdynamo_orig_backend(*frame)
             finally:
+                _local.captures = captures
                 try:
                     _put_back(before)
                 except BaseException:  # Ctrl-C
@@ -309,15 +312,17 @@ def _modes_off(box: _Box) -> Iterator[None]:
         yield
 
 
-_local = threading.local()
+class _Local(threading.local):
+    """Of one thread. boxes: those of its calls, the innermost last; captures: whether one of the
+    library's calls has come to a capture."""
+
+    def __init__(self) -> None:
+        self.boxes: list[_Box] = []
+        self.captures = False
+
+
+_local = _Local()
 _count = itertools.count()
-
-
-def _boxes() -> list[_Box]:
-    """The boxes of the calls that run in this thread, the innermost last."""
-    if not hasattr(_local, "boxes"):
-        _local.boxes = []
-    return _local.boxes
 
 
 def refuse_modes(what: str) -> None:
@@ -371,7 +376,7 @@ class _Quiet:
 
     @classmethod
     def start(cls, _: Any) -> None:
-        if _boxes():
+        if _local.boxes:
             cls.held.append(ExitStack())
             cls.held[-1].enter_context(warnings.catch_warnings())
             cls.held[-1].enter_context(untold())
@@ -379,7 +384,7 @@ class _Quiet:
 
     @classmethod
     def end(cls, _: Any) -> None:
-        if _boxes() and cls.held:
+        if _local.boxes and cls.held:
             cls.held.pop().close()
 
 
@@ -414,6 +419,7 @@ def teach() -> bool:
         lambda item: known(item) and not _is_ours()
     )
     _forget_tangents_of_views()
+    _time_no_guards()
     return True
 
 
@@ -852,6 +858,18 @@ def _forget_tangents_of_views() -> None:
 
     mode._validate_cache_key = validate_key
     mode.cache_clear()
+
+
+def _time_no_guards() -> None:
+    """Of each new graph it notes how long its guards take, and empties the processor's caches to
+    measure it, which is a good part of a small network's capture."""
+    guards: Any = _torch.dynamo_guards
+    original = guards.profile_guard_manager
+
+    def profile_guard_manager(*given: Any) -> float:
+        return 0.0 if _local.captures else original(*given)
+
+    guards.profile_guard_manager = profile_guard_manager
 
 
 class _Escape(Exception):
