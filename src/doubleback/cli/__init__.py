@@ -233,7 +233,10 @@ def _add_demo(parser: argparse.ArgumentParser) -> None:
         "--weight", type=_weight, metavar="λ", help="of every penalty; default: one for each"
     )
     parser.add_argument(
-        "--epochs", type=_count, metavar="N", help="default: 16 for the digits, 1 for --data"
+        "--epochs",
+        type=_count,
+        metavar="N",
+        help="default: 16 for the digits, fewer for more images",
     )
     parser.add_argument(
         "--data", default="digits", metavar="SOURCE", help="digits (default) or mnist-idx:FOLDER"
