@@ -104,6 +104,19 @@ def test_every_hop_of_the_book_exists():
             assert function in defined, f"{name} defines no {function}"
 
 
+def test_every_name_of_the_book_exists():
+    """Whatever stands in backticks: files and rooms, and words that the package's code knows."""
+    known = {word for path in modules().values() for word in re.findall(r"\w+", path.read_text())}
+    for item in re.findall(r"`([^`]+)`", BOOK.read_text()):
+        command = item.removeprefix("python ")
+        if command.endswith((".py", "/")):
+            places = (ROOT.parents[1], ROOT, *(p for p in ROOT.iterdir() if p.is_dir()))
+            assert any((place / command).exists() for place in places), f"no {item}"
+        else:
+            gone = [word for word in re.findall(r"[^\W\d]\w*", item) if word not in known]
+            assert not gone, f"`{item}`: nothing is called {gone}"
+
+
 def test_every_cache_of_the_book_exists():
     names = re.findall(r"`(CapturedModule|Penalised)\.(_\w+)`", BOOK.read_text())
     assert {"_bound", "_plans", "_families", "_programs"} <= {name for _, name in names}

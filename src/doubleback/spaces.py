@@ -19,10 +19,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.optim import Optimizer
 
-from ._torch import disable_current_modes
+from ._torch import compiling, disable_current_modes
 from .dtypes import accumulation, lifted
 from .errors import InputError
-from .kernels import being_flattened, compiling, library
+from .kernels import being_flattened, library
 
 __all__ = [
     "Euclidean",

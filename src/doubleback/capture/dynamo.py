@@ -31,8 +31,8 @@ import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from time import monotonic
-from types import FunctionType, ModuleType
-from typing import Any, ClassVar
+from types import FunctionType, MethodType, ModuleType
+from typing import Any, ClassVar, NoReturn
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -75,7 +75,7 @@ class Capture:
         self._again = 0.0
         self._surroundings: Surroundings | None = None
         self._compiled: dict[Any, Callable] = {}
-        self._changes: list[str] = []
+        self.changes: list[str] = []
         self._calls = 0
         self._warned = False
 
@@ -135,30 +135,22 @@ class Capture:
             boxes.pop()
 
     def _function(self, net: nn.Module) -> Callable:
-        """`_call` with a code object and a name of its own: by the one Dynamo keeps its graphs, by
-        the other it remembers which sizes have changed."""
+        """`_call` under Dynamo, for the network as it is now."""
         if self._surroundings is None:
             self._surroundings = Surroundings(net)
         key = self._surroundings.key()
         compiled = self._compiled.get(key)
         if compiled is None:
             self._surroundings = Surroundings(net)
-            code = _call.__code__.replace(co_name=f"call_network_{next(_count)}")
-            own = FunctionType(code, dict(_call.__globals__))  # Dynamo adds its own names there
-            me: Any = weakref.ref(self)  # Dynamo never forgets a backend
-            compiled = captured_by(
-                own,
-                lambda module, given: me()._receive(module, given),
-                lambda failure: me()._changed(failure),
-                lambda: _SETTINGS,
-            )
-            weakref.finalize(own, _torch.dynamo_reset_code, code).atexit = False
+            # a copy: Dynamo adds names of its own there
+            scope = dict(_call.__globals__)
+            compiled = captured_by(self, _call, "call_network", scope)
             if len(self._compiled) >= MANY:
                 self._compiled.pop(next(iter(self._compiled)))
             self._compiled[self._surroundings.key()] = compiled
         return compiled
 
-    def _receive(self, module: torch.fx.GraphModule, given: Sequence[Any]) -> Callable:
+    def receive(self, module: torch.fx.GraphModule, given: Sequence[Any]) -> Callable:
         """Dynamo's backend: the graph is lifted, and run by whoever calls."""
         refuse_distributed(t for t in given if isinstance(t, torch.Tensor))
         strange = [t for t in given if isinstance(t, torch.Tensor) and not plain(t)]
@@ -175,14 +167,14 @@ class Capture:
 
         return torch.compiler.disable(call)
 
-    def _changed(self, failure: Any) -> None:
-        text = str(failure.reason).splitlines()[0]
-        self._changes = [*self._changes[-3:], text]
+    def settings(self) -> Mapping[str, Any]:
+        """Dynamo's, for a capture."""
+        return _SETTINGS
 
     def _reckon(self, net: nn.Module, took: float) -> None:
-        """Of a network that was captured once more: where most calls were captures it rests, where
-        fewer were it is said once what captures cost."""
-        name, changes = type(net).__name__, "; ".join(dict.fromkeys(self._changes))
+        """After one more capture: a network that is captured at most of its calls runs on autograd
+        for a while; of one that is captured less often it is said once what captures cost."""
+        name, changes = type(net).__name__, "; ".join(dict.fromkeys(self.changes))
         if 2 * self.graphs > self._calls:
             self.refusal = CaptureError(
                 f"{name} was captured {self.graphs} times in {self._calls} calls: what it reads "
@@ -216,19 +208,35 @@ _turn: Any = threading.RLock() if _torch.before(2, 13) else nullcontext()
 
 
 def captured_by(
-    function: Callable, receive: Callable, changed: Callable[[Any], None],
-    settings: Callable[[], Mapping[str, Any]], dynamic: bool | None = None,
-) -> Callable:  # fmt: skip
-    """The function as one graph of Dynamo's for each call that no earlier graph fits.
+    owner: Any, template: Any, name: str, scope: dict[str, Any], dynamic: bool | None = None
+) -> Callable:
+    """A function as one graph of Dynamo's for each call that no earlier graph fits.
 
-    receive: its backend; changed: told what did not fit; settings: Dynamo's, for captures alone.
+    owner: its `receive` is Dynamo's backend, its `settings` are Dynamo's for captures alone, and
+    its `changes` say which guards failed last. Dynamo never forgets a backend, so that this one
+    knows its owner by a weak reference.
+    template, name, scope: the function has its code with a code object and a name of its own, and
+    these globals: by the one Dynamo keeps graphs, by the other it remembers which sizes have
+    changed.
     """
+    code = template.__code__.replace(co_name=f"{name}_{next(_count)}")
+    own: Any = FunctionType(code, scope)
+    me: Any = weakref.ref(owner)
+
+    def receive(module: torch.fx.GraphModule, given: Sequence[Any]) -> Callable:
+        return me().receive(module, given)
+
+    def changed(failure: Any) -> None:
+        holder = me()
+        holder.changes = [*holder.changes[-3:], str(failure.reason).splitlines()[0]]
+
     optimise = _torch.dynamo_optimize(
         receive, nopython=True, dynamic=dynamic, guard_fail_fn=changed
     )
-    optimise.callback = _Callback(optimise.callback, settings)
-    compiled = optimise(function)
+    optimise.callback = _Callback(optimise.callback, lambda: me().settings())
+    compiled = optimise(own)
     assert compiled is not None
+    weakref.finalize(own, _torch.dynamo_reset_code, code).atexit = False
     return compiled
 
 
@@ -263,7 +271,10 @@ def _put_back(before: dict[str, Any]) -> None:
 
 
 class _Box:
-    """What runs in the place of the graph, and the error that it raised itself."""
+    """What one call runs in the place of the graph.
+
+    error: the one that `run` raised itself; modes: the caller's, which were off for the capture.
+    """
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -370,8 +381,14 @@ def teach() -> bool:
     _guard_keys()
     _guard_order()
     _guard_two_objects()
+    _guard_what_is_missing()
+    _guard_names()
+    _guard_methods()
+    _guard_numbers()
+    _refuse_own_answers()
     _guard_leaves()
-    # it guards nothing that functions of the standard library read, `os.getenv` of the environment
+    _torch.BuiltinVariable.call_function_handler_cache.clear()  # which knows what was there before
+    # Dynamo guards nothing that the standard library reads, such as the environment in os.getenv
     of_the_library = _torch.symbolic_convert.is_stdlib
     _torch.symbolic_convert.is_stdlib = lambda module: module is not os and of_the_library(module)
     # of a `random.Random` it keeps the numbers that it draws while it reads
@@ -381,8 +398,8 @@ def teach() -> bool:
 
 
 def _guard_one_object() -> None:
-    """Of one object under two names it guards that they stay one, but not where one name is local
-    and the other global: a module's Enum that a dictionary is looked up with."""
+    """Where one object has two names, Dynamo guards that both stay names of one object, but not if
+    one name is local and the other global: a module's Enum that a dictionary is looked up with."""
     original = _torch.dynamo_builder.make_dupe_guard
 
     def make_dupe_guard(source: Any, other: Any) -> Any:
@@ -395,7 +412,8 @@ def _guard_one_object() -> None:
 
 
 def _guard_keys() -> None:
-    """It guards no function or class that is looked for in a set or dictionary and not called."""
+    """Dynamo guards no function or class that is looked for in a set or dictionary and not
+    called."""
     lazy = _torch.LazyVariableTracker
     name = "is_hashable" if _torch.before(2, 13) else "is_hashable_lazy"
     unguarded = getattr(lazy, name)
@@ -408,7 +426,7 @@ def _guard_keys() -> None:
 
 
 def _guard_order() -> None:
-    """Of a dictionary that becomes a list or is copied it guards how long it is, not which keys
+    """Where a dictionary becomes a list or is copied, Dynamo guards its length, but not which keys
     come in which order."""
     guard_keys = _torch.ConstDictVariable.install_dict_keys_match_guard
 
@@ -430,7 +448,7 @@ def _guard_order() -> None:
 
 
 def _guard_two_objects() -> None:
-    """Of two objects that are compared by identity it does not guard that they stay two."""
+    """Where two objects are compared by identity, Dynamo does not guard that they stay two."""
     if _torch.before(2, 13):
         kind, handlers = _torch.BuiltinVariable, _torch.symbolic_convert.compare_op_handlers
 
@@ -463,33 +481,53 @@ def _guard_two_objects() -> None:
 
         for module in (_torch.object_protocol, _torch.dynamo_builtin):
             module.vt_identity_compare = compared
+    compare_tensors = _torch.BuiltinVariable._comparison_with_tensor
+
+    def compare_tensors_noted(self: Any, tracer: Any, left: Any, right: Any) -> Any:
+        if self.fn in (operator.is_, operator.is_not):
+            _stay_two(left, right)
+        return compare_tensors(self, tracer, left, right)
+
+    _torch.BuiltinVariable._comparison_with_tensor = compare_tensors_noted
     for kind in (_torch.ConstDictVariable, _torch.SetVariable):
         if "__contains__" in vars(kind):
             kind.__contains__ = _looked_for(kind.__contains__)
 
 
 def _looked_for(contains: Callable) -> Callable:
-    """Likewise of an object that is looked for among keys and is none of them."""
+    """Nor where an object is looked for among keys and is none of them."""
 
     def noted(self: Any, key: Any) -> bool:
-        found = contains(self, key)
+        is_there = contains(self, key)
         key = _torch.LazyVariableTracker.realize_all(key)
-        if not found and isinstance(key, _torch.UserDefinedObjectVariable):
+        if not is_there and isinstance(key, _torch.UserDefinedObjectVariable):
             for other in list(self.items):
                 _stay_two(getattr(other, "vt", None), key)
-        return found
+        return is_there
 
     return noted
 
 
 def _stay_two(left: Any, right: Any) -> None:
     """What was decided for two objects holds no more once both names lead to one of them."""
-    kind = _torch.UserDefinedObjectVariable
     left, right = map(_torch.LazyVariableTracker.realize_all, (left, right))
-    if not (isinstance(left, kind) and isinstance(right, kind)):
-        return
-    if left.source is not None and right.source is not None and left.value is not right.value:
-        _torch.install_guard(left.source.make_guard(functools.partial(_differ, other=right.source)))
+    if left is not right and _is_method(left) and _is_method(right):
+        _refuse("two bound methods are compared, of which Dynamo does not ask whose they are")
+    for kind, held in (
+        (_torch.UserDefinedObjectVariable, "value"),
+        (_torch.TensorVariable, "proxy"),
+    ):
+        if not (isinstance(left, kind) and isinstance(right, kind)):
+            continue
+        apart = getattr(left, held) is not getattr(right, held)
+        if apart and left.source is not None and right.source is not None:
+            differ = functools.partial(_differ, other=right.source)
+            _torch.install_guard(left.source.make_guard(differ))
+
+
+def _is_method(variable: Any) -> bool:
+    bound = isinstance(variable, _torch.dynamo_variables.UserMethodVariable)
+    return bound or isinstance(getattr(variable, "value", None), MethodType)
 
 
 def _differ(builder: Any, guard: Any, other: Any) -> None:
@@ -497,8 +535,254 @@ def _differ(builder: Any, guard: Any, other: Any) -> None:
     builder.add_python_lambda_leaf_guard_to_root([code], [code])
 
 
+def _refuse(why: str) -> NoReturn:
+    """End the graph here, as Dynamo does where it knows no further."""
+    _torch.dynamo_exc.unimplemented(gb_type=why, context="", explanation=why, hints=[])
+    raise AssertionError
+
+
+def _guard_what_is_missing() -> None:
+    """Of an attribute or a key that is looked for and missing it does not guard that it stays
+    missing, nor for modules and functions whether they have one."""
+    newer = not _torch.before(2, 13)
+    holder: Any = _torch.dynamo_builtin.GetAttrBuiltinVariable if newer else _torch.BuiltinVariable
+    name = "_call_getattr" if newer else "call_getattr"
+    get = getattr(holder, name)
+
+    def get_noted(self: Any, tracer: Any, *given: Any) -> Any:
+        try:
+            return get(self, tracer, *given)
+        except _torch.dynamo_exc.ObservedAttributeError:
+            of, attribute = (given[0] if newer else given)[:2]
+            _guard_attribute(of, attribute.as_python_constant())
+            raise
+
+    setattr(holder, name, get_noted)
+    variables = _torch.dynamo_variables
+    for kind in (variables.PythonModuleVariable, *variables.UserFunctionVariable.__mro__):
+        if "call_obj_hasattr" in vars(kind) and kind is not variables.VariableTracker:
+            kind.call_obj_hasattr = _noted_question(kind.call_obj_hasattr)
+
+    getitem = _torch.ConstDictVariable.getitem_const_raise_exception_if_absent
+
+    def getitem_noted(self: Any, tracer: Any, key: Any) -> Any:
+        if key not in self:
+            self.install_dict_contains_guard(tracer, [key])
+        return getitem(self, tracer, key)
+
+    _torch.ConstDictVariable.getitem_const_raise_exception_if_absent = getitem_noted
+
+
+def _noted_question(ask: Callable) -> Callable:
+    def noted(self: Any, tracer: Any, name: str) -> Any:
+        _guard_attribute(self, name)
+        return ask(self, tracer, name)
+
+    return noted
+
+
+def _guard_attribute(of: Any, name: str) -> None:
+    """Whether there is one under this name."""
+    of = _torch.LazyVariableTracker.realize_all(of)
+    if of.source is None:
+        return
+    guard = _torch.GuardBuilder.HASATTR
+    if _torch.before(2, 13):
+        _torch.install_guard(_torch.AttrSource(of.source, name).make_guard(guard))
+    else:
+        _torch.install_guard(of.source.make_guard(functools.partial(guard, attr=name)))
+
+
+def _guard_names() -> None:
+    """Of an object's `__dict__` it guards neither which names are there nor which are not."""
+    kind: Any
+    if _torch.before(2, 13):
+        kind = _torch.dynamo_variables.GetAttrVariable
+        call = kind.call_method
+
+        def call_method(self: Any, tracer: Any, name: str, args: list, kwargs: dict) -> Any:
+            asked = name in ("__getitem__", "get", "__contains__") and args
+            if asked and self.name == "__dict__" and self.obj.source is not None:
+                _guard_name(self.obj.source, self.obj.value, args[0])
+            return call(self, tracer, name, args, kwargs)
+
+        kind.call_method = call_method
+        return
+    kind = _torch.dynamo_dicts.DunderDictVariable
+
+    def guard_all(self: Any) -> None:
+        if self.source is not None:
+            _torch.install_guard(self.source.base.make_guard(_names_stay))
+
+    def guard_one(self: Any, tracer: Any, args: list) -> None:
+        if self.source is not None:
+            held = self.items.item.get_real_python_backed_value()
+            _guard_name(self.source.base, held, args[0])
+
+    copy = kind.call_method
+
+    def call_method(self: Any, tracer: Any, name: str, args: list, kwargs: dict) -> Any:
+        if name == "copy":
+            guard_all(self)
+        return copy(self, tracer, name, args, kwargs)
+
+    kind.install_dict_keys_match_guard = guard_all
+    kind.install_dict_contains_guard = guard_one
+    kind.call_method = call_method
+
+
+_ALWAYS = ("_parameters", "_buffers", "_modules")  # of a module, whose own code asks for them
+
+
+def _guard_name(source: Any, held: Any, name: Any) -> None:
+    if not name.is_python_constant():
+        _torch.install_guard(source.make_guard(_names_stay))
+    elif (name := name.as_python_constant()) not in _ALWAYS:
+        there = name in getattr(held, "__dict__", {})
+        _torch.install_guard(
+            source.make_guard(functools.partial(_name_stays, name=name, there=there))
+        )
+
+
+def _names_stay(builder: Any, guard: Any) -> None:
+    code = f"[*{builder.arg_ref(guard)}.__dict__] == {[*builder.get(guard).__dict__]!r}"
+    builder.add_python_lambda_leaf_guard_to_root([code], [code])
+
+
+def _name_stays(builder: Any, guard: Any, name: Any, there: bool) -> None:
+    code = f"({name!r} in {builder.arg_ref(guard)}.__dict__) is {there}"
+    builder.add_python_lambda_leaf_guard_to_root([code], [code])
+
+
+def _guard_methods() -> None:
+    """Of objects that are no modules (`Surroundings` looks at those) it does not guard which
+    functions their methods are; and where an attribute comes from `__getattr__`, not that the
+    object has none of its own."""
+    kind = _torch.UserDefinedObjectVariable
+    name = "var_getattr" if _torch.before(2, 13) else "generic_getattr"
+    look = getattr(kind, name)
+
+    def looked(self: Any, tracer: Any, name: str) -> Any:
+        pending = tracer.output.side_effects.has_pending_mutation_of_attr(self, name)
+        if self.source is not None and not pending and _from_getattr(self.value, name):
+            absent = functools.partial(_torch.GuardBuilder.NOT_PRESENT_IN_GENERIC_DICT, attr=name)
+            _torch.install_guard(self.source.make_guard(absent))
+        found = look(self, tracer, name)
+        if type(found) is _torch.dynamo_variables.UserMethodVariable and self.source is not None:
+            _guard_method(self, name, found)
+        return found
+
+    setattr(kind, name, looked)
+
+
+def _from_getattr(value: Any, name: str) -> bool:
+    kinds = type(value).__mro__
+    if not hasattr(type(value), "__getattr__") or name in getattr(value, "__dict__", (name,)):
+        return False
+    held = [vars(value).get(table, ()) for table in _ALWAYS if isinstance(value, nn.Module)]
+    return not any(name in table for table in (*held, *map(vars, kinds)))
+
+
+def _guard_method(of: Any, name: str, found: Any) -> None:
+    kinds = type(of.value).__mro__
+    owner = next((kind for kind in kinds if vars(kind).get(name) is found.fn), None)
+    told = owner is None or issubclass(owner, nn.Module) or owner.__module__.startswith("torch.")
+    if told or found.source_fn is None:
+        return
+    _torch.install_guard(found.source_fn.make_guard(_torch.GuardBuilder.CLOSURE_MATCH))
+    if owner is not kinds[0]:
+        _torch.install_guard(of.source.make_guard(functools.partial(_inherited, name=name)))
+
+
+def _inherited(builder: Any, guard: Any, name: str) -> None:
+    code = f"{name!r} not in {builder.arg_ref(guard)}.__class__.__dict__"
+    builder.add_python_lambda_leaf_guard_to_root([code], [code])
+
+
+def _guard_numbers() -> None:
+    """An open number is compared with infinity as if it never were so; and a list is said not to
+    hold what its open numbers may be."""
+    builder: Any = _torch.dynamo_builder.VariableBuilder
+    wrap = builder.wrap_symfloat
+
+    def wrap_finite(self: Any, value: float) -> Any:
+        found = wrap(self, value)
+        if not isinstance(found, _torch.ConstantVariable):
+            _torch.install_guard(self.source.make_guard(_finite))
+        return found
+
+    builder.wrap_symfloat = wrap_finite
+    contains = _torch.dynamo_lists.iter_contains
+    symbol = _torch.dynamo_variables.SymNodeVariable
+
+    def contains_numbers(items: Any, *given: Any, **options: Any) -> Any:
+        items = [
+            _torch.ConstantVariable.create(x.evaluate_expr()) if isinstance(x, symbol) else x
+            for x in map(_torch.LazyVariableTracker.realize_all, items)
+        ]
+        return contains(items, *given, **options)
+
+    _torch.dynamo_lists.iter_contains = _torch.dynamo_utils.iter_contains = contains_numbers
+
+
+def _finite(builder: Any, guard: Any) -> None:
+    ref = builder.arg_ref(guard)
+    code = f"{ref} - {ref} == 0"
+    builder.add_python_lambda_leaf_guard_to_root([code], [code])
+
+
+def _refuse_own_answers() -> None:
+    """What a class answers in Python of its own, or NumPy's, and Dynamo answers in its place: which
+    keys are equal, what is written for an object, whether a number is one of Python's."""
+    kind = _torch.UserDefinedObjectVariable
+    equal = kind.is_python_equal
+
+    def equal_or_refused(self: Any, other: Any) -> bool:
+        found = equal(self, other)
+        if not found and isinstance(getattr(type(self.value), "__eq__", None), FunctionType):
+            _refuse(f"keys are compared by the __eq__ of {type(self.value).__name__}")
+        return found
+
+    kind.is_python_equal = equal_or_refused
+    builtin = _torch.BuiltinVariable
+    write = builtin.call_str
+
+    def write_or_refuse(self: Any, tracer: Any, arg: Any) -> Any:
+        of = type(arg.value) if isinstance(arg, kind) else object
+        if of.__str__ is object.__str__ and isinstance(of.__repr__, FunctionType):
+            _refuse(f"str() of an object calls the __repr__ of {of.__name__}")
+        return write(self, tracer, arg)
+
+    builtin.call_str = write_or_refuse
+    arrays = _torch.dynamo_variables.NumpyNdarrayVariable
+    builder: Any = _torch.dynamo_builder.VariableBuilder
+    wrap = builder._wrap
+    scalars: weakref.WeakSet[Any] = weakref.WeakSet()  # which are arrays to Dynamo
+
+    def wrap_noted(self: Any, value: Any) -> Any:
+        found = wrap(self, value)
+        if isinstance(found, arrays) and type(value).__name__ != "ndarray":
+            scalars.add(found.source)
+        return found
+
+    def no_scalar(ask: Callable) -> Callable:
+        def asked(self: Any, tracer: Any, arg: Any, *given: Any) -> Any:
+            if getattr(arg, "source", None) in scalars:
+                _refuse(
+                    "an np.float64 is a float, and an array to Dynamo, of which the type is asked"
+                )
+            return ask(self, tracer, arg, *given)
+
+        return asked
+
+    builder._wrap = wrap_noted
+    builtin.call_isinstance = no_scalar(builtin.call_isinstance)
+    builtin.call_type = no_scalar(builtin.call_type)
+
+
 def _guard_leaves() -> None:
-    """Nobody looks again at whether a tensor that is given is a leaf."""
+    """Where a network asks whether a tensor that it is given is a leaf, Dynamo keeps the first
+    answer."""
     variable: Any = _torch.TensorVariable
     original = variable.method_attr_grad_fn
 
@@ -520,7 +804,8 @@ def _guard_leaves() -> None:
 
 
 def _forget_tangents_of_views() -> None:
-    """Tangents of views are remembered as smaller than they are."""
+    """In its cache of what operators return, Dynamo holds the tangents of views for smaller than
+    they are."""
     mode: Any = _torch.FakeTensorMode
     validate = mode._validate_cache_key
 
@@ -606,32 +891,41 @@ _REMEDIES = (
 
 def reason(net: nn.Module, error: BaseException) -> CaptureError:
     """The error that a user sees."""
-    inner = getattr(error, "inner_exception", None) or error
-    text = _first_line(inner)
+    text, told = first_line(error), str(error)
     scripted = [name for name, m in net.named_modules() if isinstance(m, torch.jit.ScriptModule)]
     if scripted:
         which = f"its module {scripted[0]!r}" if scripted[0] else "it"
-        text = f"{which} is TorchScript, which hides its operations"
+        told = text = f"{which} is TorchScript, which hides its operations"
     if "requires_grad_()" in text:
         text = (
             "it makes a leaf of its own inside (requires_grad_()), so that its output may not "
             "depend on its input any more"
         )
-    told = text if scripted else str(error)
-    hint = next((remedy for pattern, remedy in _REMEDIES if re.search(pattern, told)), None)
-    remedy = f"\n  Remedy: {hint}." if hint else ""
-    where = _line(error)
     return CaptureError(
         f"{type(net).__name__} cannot be captured as one graph: {text}"
-        + (f"\n  stopped at {where}" if where else "")
-        + remedy
+        f"{stopped_at(error)}{remedy(told, _REMEDIES)}"
     )
 
 
-def _first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
+def remedy(told: str, remedies: Sequence[tuple[str, str]]) -> str:
+    """What to do about it, by the first of the patterns that what is told contains."""
+    hint = next((hint for pattern, hint in remedies if re.search(pattern, told)), None)
+    return f"\n  Remedy: {hint}." if hint else ""
+
+
+def stopped_at(error: BaseException) -> str:
+    """At which line of the user's, where it is known."""
+    where = _line(error)
+    return f"\n  stopped at {where}" if where else ""
+
+
+def first_line(error: BaseException) -> str:
+    """What went wrong, in one line; of an error of Dynamo's with its explanation, of a backend's
+    the error inside."""
+    inner = getattr(error, "inner_exception", None) or error
+    lines = [line.strip() for line in str(inner).splitlines() if line.strip()]
     if not lines:
-        return type(error).__name__
+        return type(inner).__name__
     explained = next((x for x in lines if x.startswith("Explanation:")), None)
     if explained:
         return f"{lines[0]}: {explained.removeprefix('Explanation:').strip()}"

@@ -78,6 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
     device = shared.device(arguments.device)
     folder = shared.folder(arguments.out)
     data = Images.load(arguments.data, arguments.seed, device)
+    shared.keep_memory()
     console = Console(highlight=False, stderr=arguments.json)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # networks this small gain nothing by more
@@ -554,10 +555,10 @@ def _costs(results: dict[str, Any]) -> str:
     for name, cost in results["costs"].items():
         most = max(way["seconds"] for way in cost.values())
         rows = []
-        for way, found in cost.items():
-            bar = f"<div class=bar style='width:{100 * found['seconds'] / most:.1f}%'></div>"
-            milliseconds = f"{1e3 * found['seconds']:.1f} ms"
-            cells = [escape(way), milliseconds, f"{found['over plain']:.2f}×", bar]
+        for way, timing in cost.items():
+            bar = f"<div class=bar style='width:{100 * timing['seconds'] / most:.1f}%'></div>"
+            milliseconds = f"{1e3 * timing['seconds']:.1f} ms"
+            cells = [escape(way), milliseconds, f"{timing['over plain']:.2f}×", bar]
             rows.append((cells, way not in (shared.PLAIN, shared.STOCK)))
         head = [
             f"a step with {escape(results['formulas'][name])}",

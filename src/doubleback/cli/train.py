@@ -591,6 +591,7 @@ def run(arguments: argparse.Namespace) -> int:
             f"--out: {settings.out} holds a run of {existing[-1][0]} steps: --resume to go on with "
             "it, or another --out"
         )
+    shared.keep_memory()
     try:
         return _whole(Training(settings), arguments)
     finally:

@@ -13,9 +13,8 @@ import importlib.machinery
 import importlib.util
 import sys
 import threading
-import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -28,15 +27,34 @@ from .._torch import (
     get_current_graph_task_keep_graph,
     will_engine_execute_node,
 )
-from ..capture import Surroundings, as_eager, forget, leaving_transforms, plain, teach
+from ..capture import (
+    Surroundings,
+    as_eager,
+    first_line,
+    forget,
+    leaving_transforms,
+    plain,
+    teach,
+)
 from ..errors import CaptureError, StaleGraphError, let_through, warn
-from ..graph import many, saving_hooks_off
+from ..graph import many, memory, saving_hooks_off
 from ..kernels import batched
-from ..patch import patched, supported
+from ..patch import hold_patch, patched_where_known
 from ..run import no_autocast, quiet, sound
 from .functions import is_linear
 from .loss import held_modules
-from .region import Pieces, RegionCode, base_of, depends_on, look, lost_write, reached
+from .region import (
+    Pieces,
+    RegionCode,
+    bare,
+    base_of,
+    depends_on,
+    fake_mode_of,
+    look,
+    lost_write,
+    on_tape,
+    reached,
+)
 from .tracing import NO_CUDA_GRAPHS, Stages, inductor_options
 
 NAME = "doubleback"
@@ -97,9 +115,7 @@ def _compiled(
 
 def _is_trained(inputs: Sequence[Any]) -> bool:
     """Whether autograd has anything to do."""
-    return torch.is_grad_enabled() and any(
-        isinstance(t, Tensor) and t.requires_grad for t in inputs
-    )
+    return torch.is_grad_enabled() and any(map(on_tape, inputs))
 
 
 def _guard_hooks() -> None:
@@ -207,14 +223,8 @@ class CompiledRegion:
             )
         if code.branches:
             raise CaptureError("torch.cond has no second derivative in a graph")
-        mode = next((t.fake_mode for t in code.examples if isinstance(t, _torch.FakeTensor)), None)
-        if mode is None:
-            raise CaptureError("it is given no tensor")
-        # another name only where there is need: a number's stand-in remembers its symbol
-        self._examples = [
-            t.detach() if isinstance(t, Tensor) and t.requires_grad else t for t in code.examples
-        ]
-        with mode, _plainly():
+        self._examples = [bare(t) for t in code.examples]
+        with fake_mode_of(code.examples), _plainly():
             self._layout = look(code, self._examples, None)
             self.behind_results = self._layout.behind_results
             self._drawn_examples = [d.make(*d.sizes) for d in code.draws]
@@ -265,13 +275,11 @@ class CompiledRegion:
         warn(f"a region of the compiled code runs on autograd: {reason}")
 
     def _hold_patch(self) -> None:
-        """The library's second derivatives, for as long as this region lives: it runs on autograd,
-        and putting them in takes as long as a small step."""
-        if supported(torch.__version__) and not self._patched:
+        """The library's second derivatives, for as long as this region lives: it runs on autograd
+        from now on."""
+        if not self._patched:
             self._patched = True
-            held = patched()
-            held.__enter__()
-            weakref.finalize(self, held.__exit__, None, None, None).atexit = False
+            hold_patch(self)
 
     # ---------------------------------------------------------------------------- calls
 
@@ -317,9 +325,9 @@ class CompiledRegion:
                 raise
             except Exception as error:
                 let_through(error, handled)
-                cause = _told(error)
+                cause = f"its second derivative cannot be traced: {first_line(error)}"
                 forget(error)
-                self._refuse(cause)
+                self._refuse(CaptureError(cause))
                 return None
             self.variants.append(made)
             return made if made.fits(numbers) else None
@@ -342,7 +350,7 @@ class CompiledRegion:
                 f"a compiled region cannot be differentiated twice: {self.code.obstacle}; put "
                 "@torch.compiler.disable on the function that it is in"
             )
-        with torch.enable_grad(), _patch():
+        with torch.enable_grad(), patched_where_known():
             inputs, names = self._again(held)
             ends = outputs_of(self._run_again(inputs))
             return _gradients(ends, [names[i] for i in wanted], along, create_graph)
@@ -353,7 +361,7 @@ class CompiledRegion:
         create_graph: bool,
     ) -> tuple[dict[int, Tensor | None], list[Tensor | None]]:  # fmt: skip
         """The derivatives of those gradients along `across`: by inputs, and by `along`."""
-        with torch.enable_grad(), _patch():
+        with torch.enable_grad(), patched_where_known():
             inputs, names = self._again(held)
             # other names, so that the way stops here
             along = [t.view_as(t) if t is not None and t.requires_grad else t for t in along]
@@ -364,7 +372,7 @@ class CompiledRegion:
             by_along = iter(gradients[len(names) :])
             return (
                 dict(zip(names, gradients, strict=False)),
-                [next(by_along) if _moves(t) else None for t in along],
+                [next(by_along) if on_tape(t) else None for t in along],
             )
 
     def _again(self, held: Held) -> tuple[list[Any], dict[int, Tensor]]:
@@ -423,11 +431,7 @@ class Held:
 def _gradients(
     ends: Sequence[Any], at: Sequence[Tensor], along: Sequence[Tensor | None], create_graph: bool
 ) -> list[Tensor | None]:
-    pairs = [
-        (y, t)
-        for y, t in zip(ends, along, strict=False)
-        if isinstance(y, Tensor) and y.requires_grad and t is not None
-    ]
+    pairs = [(y, t) for y, t in zip(ends, along, strict=False) if on_tape(y) and t is not None]
     if not pairs or not at:
         return [None] * len(at)
     with no_autocast():
@@ -438,19 +442,11 @@ def _gradients(
     return list(gradients)
 
 
-def _moves(t: Any) -> bool:
-    return isinstance(t, Tensor) and t.requires_grad
-
-
 def _generators() -> list[Tensor]:
     states = [torch.get_rng_state()]
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         states.append(torch.cuda.get_rng_state())
     return states
-
-
-def _patch() -> Any:
-    return patched() if supported(torch.__version__) else nullcontext()
 
 
 def _executed(ctx: Any, skipped: int) -> list[int]:
@@ -531,6 +527,7 @@ def _watch(function: Any, region: CompiledRegion) -> None:
         return outputs
 
     def open_backward(ctx: Any, *grads: Any) -> Any:
+        """AOTAutograd's backward, or autograd once more where that has no derivative."""
         keep = get_current_graph_task_keep_graph()
         create_graph = torch.is_grad_enabled()
         donated = keep and function.compiled_bw is not None and metadata.bw_donated_idxs
@@ -548,7 +545,7 @@ def _watch(function: Any, region: CompiledRegion) -> None:
         grads = tuple(own)
         wanted = _executed(ctx, 0)
         if create_graph:
-            region.ask(wanted, any(map(_moves, grads)))
+            region.ask(wanted, any(map(on_tape, grads)))
         gradients = region.replay(ctx.held, ends, grads, wanted, create_graph)
         each = dict(zip(wanted, gradients, strict=True))
         return tuple(each.get(i) for i in range(len(ctx.tensors)))
@@ -621,9 +618,8 @@ def _apart(outputs: list[Tensor]) -> list[Tensor]:
     seen: set[int] = set()
     apart = []
     for t in outputs:
-        memory = t.untyped_storage()._cdata
-        apart.append(t.clone() if memory in seen else t)
-        seen.add(memory)
+        apart.append(t.clone() if memory(t) in seen else t)
+        seen.add(memory(t))
     return apart
 
 
@@ -632,16 +628,16 @@ def _keep_apart(
 ) -> None:
     """Values that are kept and lie in the memory of an output are copied: autograd would not notice
     that a caller writes there. Of those in an input's memory it is noted which."""
-    own = {t.untyped_storage()._cdata: t for t in outputs}
-    given = {t.untyped_storage()._cdata: i for i, t in enumerate(inputs) if isinstance(t, Tensor)}
+    own = {memory(t): t for t in outputs}
+    given = {memory(t): i for i, t in enumerate(inputs) if isinstance(t, Tensor)}
     viewed = set()
     for name in call.tensors:
         t = values[name]
-        memory = t.untyped_storage()._cdata
-        if memory in own and t is not own[memory]:
+        where = memory(t)
+        if where in own and t is not own[where]:
             values[name] = t.clone()
-        elif memory in given and t is not inputs[given[memory]]:
-            viewed.add(given[memory])
+        elif where in given and t is not inputs[given[where]]:
+            viewed.add(given[where])
     call.viewed = sorted(viewed)
 
 
@@ -680,6 +676,8 @@ class RegionForward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, _: Tensor | None, *grads: Tensor | None) -> tuple:
+        """Gradients of the inputs, from what arrives at the outputs and from what the region's own
+        gradients have left, if they were differentiated: one run of the pass `second` for both."""
         call: RegionCall = ctx.call
         stages = call.stages
         token, *tensors = ctx.saved_tensors
@@ -749,7 +747,7 @@ def _differentiable(
     call: RegionCall = ctx.call
     region, stages = call.region, call.stages
     wanted = _executed(ctx, 1)
-    moving = any(map(_moves, grads))
+    moving = any(map(on_tape, grads))
     region.ask(wanted, moving)
     made = set(wanted) <= set(stages.wanted) and moving <= stages.moving
     if made and not batched():  # graphs take one cotangent each
@@ -831,19 +829,9 @@ def _plainly() -> Iterator[None]:
         raise
     except Exception as error:
         let_through(error, handled)
-        lines = str(error).strip().splitlines()
-        cause = CaptureError(f"{type(error).__name__}: {lines[0] if lines else ''}")
+        cause = CaptureError(f"{type(error).__name__}: {first_line(error)}")
         forget(error)
         raise cause from None
-
-
-def _told(error: Exception) -> CaptureError:
-    """What went wrong with a region's derivatives, in one line."""
-    inner = getattr(error, "inner_exception", None) or error
-    lines = [line.strip() for line in str(inner).splitlines() if line.strip()]
-    return CaptureError(
-        f"its second derivative cannot be traced: {lines[0] if lines else type(inner).__name__}"
-    )
 
 
 def register() -> None:

@@ -11,16 +11,12 @@ from __future__ import annotations
 
 import functools
 import inspect
-import itertools
-import os
 import sys
 import threading
 import time
-import traceback
-import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -40,10 +36,13 @@ from ..capture import (
     Surroundings,
     assigns_data,
     captured_by,
+    first_line,
     forget,
     is_distributed,
     leaving_transforms,
     plain,
+    remedy,
+    stopped_at,
     teach,
 )
 from ..errors import (
@@ -53,8 +52,9 @@ from ..errors import (
     ThirdDerivativeError,
     warn,
 )
+from ..graph import memory
 from ..kernels import batched
-from ..patch import patched, supported
+from ..patch import hold_patch, patched, patched_where_known, supported
 from ..run import no_autocast, quiet
 from .tracing import NO_CUDA_GRAPHS, WholeStep, inductor_options, take_mark, trace_whole
 
@@ -129,7 +129,7 @@ class Compiled:
         self._constants = False  # whether Python's numbers are constants of the graph
         self._patched = False
         self._warned: set[str] = set()
-        self._changes: list[str] = []
+        self.changes: list[str] = []
         self._surroundings: dict[Any, tuple[Surroundings, ...]] = {}
         self._functions: dict[Any, Callable] = {}
         self._run = torch.compiler.disable(self._call)
@@ -166,13 +166,10 @@ class Compiled:
         return result
 
     def _on_autograd(self, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """fn itself. Putting the library's derivatives in takes as long as a small step, so they
-        stay from the first such call on, for as long as this object lives."""
-        if not self._patched and supported(torch.__version__):
+        """fn itself, under the library's derivatives, which stay from the first such call on."""
+        if not self._patched:
             self._patched = True
-            held = patched()
-            held.__enter__()
-            weakref.finalize(self, held.__exit__, None, None, None).atexit = False
+            hold_patch(self)
         result = self.fn(*args, **kwargs)
         loss = _first(result)
         _check(loss, torch.is_grad_enabled())
@@ -202,6 +199,7 @@ class Compiled:
             return self._enter(args, kwargs)
 
     def _enter(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """One attempt: by the graph that fits, which Dynamo captures where there is none yet."""
         call = _LossCall(args, kwargs)
         stack = _calls()
         stack.append(call)
@@ -229,32 +227,19 @@ class Compiled:
         return _with_first(result, loss, lambda t: t)
 
     def _function(self, args: tuple) -> Callable:
-        """`_observed` with a code object and a name of its own: by the one Dynamo keeps its graphs,
-        by the other it remembers which sizes have changed."""
+        """`_observed` under Dynamo, for the modules as they are now."""
         given = [m for m in args if isinstance(m, nn.Module)]
         key = self._key(given)
         function = self._functions.get(key)
         if function is None:
             self._surroundings.clear()
             key = self._key(given)
-            code = _observed.__code__.replace(co_name=f"call_loss_{next(_count)}")
-            # Dynamo looks for other functions' globals in the module of their name
-            own = FunctionType(code, _globals(self.fn))
-            me = weakref.ref(self)  # Dynamo never forgets a backend
-
-            def receive(module: torch.fx.GraphModule, given: Sequence[Any]) -> Callable:
-                return me()._receive(module, given)  # type: ignore[union-attr]
-
-            def changed(failure: Any) -> None:
-                me()._changed(failure)  # type: ignore[union-attr]
-
-            def settings() -> dict[str, Any]:
-                return _settings(me()._constants)  # type: ignore[union-attr]
-
             _follow_requires_grad(_calls)
             teach()
             _refuse_to_tell_leaves(_calls)
-            function = captured_by(own, receive, changed, settings, self.dynamic)
+            # Dynamo looks for other functions' globals in the module of their name
+            scope = _globals(self.fn)
+            function = captured_by(self, _observed, "call_loss", scope, self.dynamic)
             if len(self._functions) >= MANY:
                 self._functions.pop(next(iter(self._functions)))
             self._functions[key] = function
@@ -271,10 +256,23 @@ class Compiled:
         keys = (self._surroundings[holder] for holder in (self, *given))
         return tuple([s.key() for each in keys for s in each])
 
-    def _changed(self, failure: Any) -> None:
-        self._changes = [*self._changes[-3:], str(failure.reason).splitlines()[0]]
+    def settings(self) -> dict[str, Any]:
+        """Dynamo's, for a trace."""
+        constants = self._constants
+        wanted = {
+            "trace_autograd_ops": True,  # torch.autograd.grad in the graph
+            "allow_rnn": True,
+            "allow_unspec_int_on_nn_module": not constants,  # a counter is no reason to trace anew
+            "specialize_int": constants,
+            "specialize_float": constants,
+            "skip_nnmodule_hook_guards": False,  # hooks may come and go
+            "recompile_limit": MOST,
+            "accumulated_recompile_limit": 4 * MOST,
+            "fail_on_recompile_limit_hit": False,
+        }
+        return {name: value for name, value in wanted.items() if _known(name)}
 
-    def _receive(self, module: torch.fx.GraphModule, given: Sequence[Any]) -> Callable:
+    def receive(self, module: torch.fx.GraphModule, given: Sequence[Any]) -> Callable:
         """Dynamo's backend: the graph is differentiated and compiled, and run by whoever calls."""
         call = _calls()[-1]
         try:
@@ -297,7 +295,7 @@ class Compiled:
                 )
             if assigns_data(module):
                 raise CaptureError("it assigns to a tensor's .data")
-            with _patch(), quiet():
+            with patched_where_known(), quiet():
                 step = trace_whole(module, given, self.inductor, self.scaler is not None, _check)
         except InputError as error:
             call.error = error
@@ -310,7 +308,7 @@ class Compiled:
                 "float16",
             )
         if self.traces == MANY:
-            changes = "; ".join(dict.fromkeys(self._changes))
+            changes = "; ".join(dict.fromkeys(self.changes))
             self._say(
                 f"{_name(self.fn)} was traced {MANY} times because what it reads changed "
                 f"({changes}), and will be at every change; pass what changes often as a tensor",
@@ -325,6 +323,8 @@ class Compiled:
     # ------------------------------------------------------------------------------ calls
 
     def _launch(self, step: WholeStep, inputs: Sequence[Any]) -> Sequence[Any]:
+        """What Dynamo's code calls in the graph's place: the loss with its gradients, and what else
+        fn returns."""
         call = _calls()[-1]
         try:
             _refuse_shared(step, inputs)
@@ -425,9 +425,9 @@ def _refuse_shared(step: WholeStep, inputs: Sequence[Any]) -> None:
     the graph they are strangers."""
     if not step.written:
         return
-    memory = [t.untyped_storage()._cdata if isinstance(t, Tensor) else None for t in inputs]
-    count = Counter(memory)
-    if any(count[memory[i]] > 1 for i in step.written):
+    places = [memory(t) if isinstance(t, Tensor) else None for t in inputs]
+    count = Counter(places)
+    if any(count[places[i]] > 1 for i in step.written):
         raise CaptureError("it writes to a tensor that shares memory with another that it reads")
 
 
@@ -673,7 +673,6 @@ class _LossCall:
 
 
 _local = threading.local()
-_count = itertools.count()
 
 
 def _calls() -> list[_LossCall]:
@@ -686,27 +685,6 @@ def _calls() -> list[_LossCall]:
 @functools.cache
 def _known(name: str) -> bool:
     return hasattr(_torch.dynamo_config, name)
-
-
-def _settings(constants: bool) -> dict[str, Any]:
-    wanted = {
-        "trace_autograd_ops": True,  # torch.autograd.grad in the graph
-        "allow_rnn": True,
-        "allow_unspec_int_on_nn_module": not constants,  # a counter is no reason to trace anew
-        "specialize_int": constants,
-        "specialize_float": constants,
-        "skip_nnmodule_hook_guards": False,  # hooks may come and go
-        "recompile_limit": MOST,
-        "accumulated_recompile_limit": 4 * MOST,
-        "fail_on_recompile_limit_hit": False,
-    }
-    return {name: value for name, value in wanted.items() if _known(name)}
-
-
-@contextmanager
-def _patch() -> Iterator[None]:
-    with patched() if supported(torch.__version__) else nullcontext():
-        yield
 
 
 def held_modules(*holders: Any) -> list[nn.Module]:
@@ -741,11 +719,6 @@ def _name(fn: Any) -> str:
     return getattr(fn, "__qualname__", type(fn).__name__)
 
 
-_FOLDERS = tuple(
-    os.path.dirname(os.path.abspath(module.__file__ or "")) for module in (torch, errors, os)
-)
-
-
 class _Refusal(CaptureError):
     """Why a function is not one graph: the cause, its line, a remedy.
 
@@ -755,36 +728,22 @@ class _Refusal(CaptureError):
     def __init__(self, fn: Any, error: BaseException) -> None:
         self.lacking = "derivative" in str(error)
         self.late = isinstance(error, _torch.BackendCompilerFailed)
-        inner = getattr(error, "inner_exception", None) or error
-        lines = [line.strip() for line in str(inner).strip().splitlines() if line.strip()]
-        text = lines[0] if lines else type(inner).__name__
-        told = next((x for x in lines if x.startswith("Explanation:")), None)
-        text += f": {told.removeprefix('Explanation:').strip()}" if told else ""
-        frames: list[Any] = list(getattr(error, "real_stack", None) or ())
-        frames += traceback.extract_tb(error.__traceback__)
-        own = [f for f in frames if not os.path.abspath(f.filename).startswith(_FOLDERS)]
-        line = f"{os.path.basename(own[-1].filename)}:{own[-1].lineno}" if own else ""
-        hint = next((hint for word, hint in _REMEDIES if word in str(error)), "")
         super().__init__(
-            f"{_name(fn)} cannot be traced as one graph: {text}"
-            + (f"\n  stopped at {line}" if line else "")
-            + (f"\n  Remedy: {hint}." if hint else "")
+            f"{_name(fn)} cannot be traced as one graph: {first_line(error)}"
+            f"{stopped_at(error)}{remedy(str(error), _REMEDIES)}"
         )
 
 
 _REMEDIES = (
-    ("Unsupported Tensor.requires_grad_() call",
+    (r"Unsupported Tensor\.requires_grad_\(\) call",
      "say x = x.detach().requires_grad_() inside the function"),
-    ("returning intermediate with requires_grad_()",
-     "store no tensor that requires grad on Python objects, or detach it"),
-    ("it stores a tensor that requires grad",
+    (r"returning intermediate with requires_grad_\(\)|it stores a tensor that requires grad",
      "store no tensor that requires grad on Python objects, or detach it"),
     ("external grad_fn", "detach what was computed outside, or pass it as an argument"),
-    ("backward()", "use torch.autograd.grad(…, create_graph=True)"),
-    (".item()", "keep Python's branches and sizes independent of the values of tensors"),
-    ("ata-dependent", "keep Python's branches and sizes independent of the values of tensors"),
-    ("ata dependent", "keep Python's branches and sizes independent of the values of tensors"),
+    (r"backward\(\)", "use torch.autograd.grad(…, create_graph=True)"),
+    (r"\.item\(\)|ata.dependent",
+     "keep Python's branches and sizes independent of the values of tensors"),
     ("autograd_function_apply", "write it in PyTorch's own operations, or as a custom operator"),
     ("recompile_limit", "pass what changes at every call as a tensor"),
-    ("C++ compiler", 'without a C++ compiler, db.compile(fn, compiler="eager")'),
+    (r"C\+\+ compiler", 'without a C++ compiler, db.compile(fn, compiler="eager")'),
 )  # fmt: skip

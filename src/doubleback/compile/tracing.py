@@ -25,15 +25,26 @@ from torch import Tensor
 
 from .. import _torch
 from .._torch import make_fx
-from ..capture import as_eager, kept_by_squeeze, mark
+from ..capture import THROUGH, as_eager, kept_by_squeeze, mark
 from ..errors import CaptureError, InputError, nearest
 from ..graph import saving_hooks_off
 from ..kernels import for_compiler
-from ..patch import patched, supported
+from ..patch import patched_where_known
 from ..rules import drawn_in_place
 from ..run import boxed, clean, laid_out, no_autocast, sound
-from .functions import THROUGH
-from .region import Layout, RegionCode, Stand, behind, is_random, look, nodes_of, sizes_from
+from .functions import on_functions
+from .region import (
+    Layout,
+    RegionCode,
+    StandIns,
+    bare,
+    behind,
+    fake_mode_of,
+    is_random,
+    look,
+    nodes_of,
+    sizes_from,
+)
 
 aten = torch.ops.aten
 
@@ -102,28 +113,14 @@ def take_mark(module: torch.fx.GraphModule) -> torch.fx.Node | None:
     marks = [n for n in module.graph.nodes if n.target in (mark, torch.ops.doubleback.mark)]
     if len(marks) != 1:
         return None
-    loss = marks[0].args[0]
-    place = _place(module, marks[0])
+    loss, results = marks[0].args[0], _results(module.graph)
+    # where the results have it, detached
+    place = next(i for i, n in enumerate(results) if n is marks[0] or n in marks[0].users)
     marks[0].replace_all_uses_with(loss)
     module.graph.erase_node(marks[0])
-    output = _output(module)
-    output.args = ((*_returned(output), place, loss),)
+    module.graph.output_node().args = ((*_results(module.graph), place, loss),)
     module.recompile()
     return loss  # type: ignore[return-value]
-
-
-def _returned(output: torch.fx.Node) -> Sequence[Any]:
-    return output.args[0]  # type: ignore[return-value]
-
-
-def _output(module: torch.fx.GraphModule) -> torch.fx.Node:
-    return next(n for n in module.graph.nodes if n.op == "output")
-
-
-def _place(module: torch.fx.GraphModule, marked: torch.fx.Node) -> int:
-    """Where the results have the marked loss, detached."""
-    results = _returned(_output(module))
-    return next(i for i, n in enumerate(results) if n is marked or n in marked.users)
 
 
 def trace_whole(
@@ -167,11 +164,7 @@ def trace_whole(
             seen["where"] = tuple(None if t is None else next(places) for t in flat)
             return [_torch.from_fun(t) if isinstance(t, Tensor) else t for t in present]
 
-    mode = next((t.fake_mode for t in fakes if isinstance(t, _torch.FakeTensor)), None)
-    if mode is None:
-        raise CaptureError("it is given no tensor at all")
-    # another name only where there is need: a number's stand-in remembers its symbol
-    inputs = [t.detach() if isinstance(t, Tensor) and t.requires_grad else t for t in fakes]
+    mode, inputs = fake_mode_of(fakes), [bare(t) for t in fakes]
     device = None
     if scaled:
         on_device = [t for t, on in zip(fakes, required, strict=True) if on] or inputs
@@ -242,13 +235,9 @@ def _by_inductor(
 
 def _refuse(module: torch.nn.Module) -> None:
     """Operators on whole functions whose second derivative autograd does not know."""
-    for part in module.modules():
-        if not isinstance(part, torch.fx.GraphModule):
-            continue
-        for node in part.graph.nodes:
-            target = node.target
-            if isinstance(target, _torch.HigherOrderOperator) and (target.name() not in THROUGH):
-                raise CaptureError(f"{target.name()} has no second derivative in a graph")
+    for _, node in on_functions(module):
+        if node.target.name() not in THROUGH:
+            raise CaptureError(f"{node.target.name()} has no second derivative in a graph")
 
 
 # ------------------------------------------------------------------------------- a region in stages
@@ -267,7 +256,7 @@ class Stage:
 
     def __init__(
         self, graph: torch.fx.Graph, constants: torch.nn.Module, results: Sequence[str | None],
-        stand: Stand, inductor: dict[str, Any] | None,
+        stand: StandIns, inductor: dict[str, Any] | None,
     ) -> None:  # fmt: skip
         self.graph, self.constants, self.results = graph, constants, tuple(results)
         self.stand, self.inductor = stand, inductor
@@ -287,7 +276,7 @@ class Stage:
         examples = [
             floats.get(n.name, n.meta["val"]) for n in self.graph.nodes if n.op == "placeholder"
         ]
-        context = _torch.TracingContext(self.stand.mode)
+        context = _torch.TracingContext(self.stand.fakes)
         with torch.no_grad(), no_autocast(), _torch.tracing(context), sound():
             run = _torch.compile_fx(
                 _torch.GmWrapper(module, list),  # type: ignore[arg-type]
@@ -318,16 +307,16 @@ class Stages:
     ) -> None:  # fmt: skip
         self.code, self.inductor = code, inductor
         self.written, self.wanted, self.moving = tuple(written), tuple(wanted), moving
-        self.stand = stand = Stand(code, numbers)
+        self.stand = stand = StandIns(code, numbers)
         self.trained = [i for i, on in enumerate(code.required) if on]
         self._behind: list[list[frozenset[int] | None]]
-        with stand.mode:
+        with stand.fakes:
             self.layout: Layout = look(code, stand.inputs, stand.draws)
             with torch.enable_grad():
                 self.outputs = self._examples()
         self.on_tape = [i for i, on in enumerate(self.layout.on_tape) if on]
         like = [_format(self.outputs[i]) for i in self.on_tape]
-        with stand.mode:
+        with stand.fakes:
             across = [_format(stand.inputs[i]) for i in self.wanted]
         self._formats = {"along": like, "across": across, "last": like, "only": like}
         self.numbers = sizes_from(stand.symbols, self.layout.numbers)
@@ -406,7 +395,7 @@ class Stages:
     def _trace(self) -> tuple[torch.fx.Graph, dict[str, list[str | None]]]:
         """One graph of all passes, and the names of their results."""
         stand = self.stand
-        with stand.mode:
+        with stand.fakes:
             along, last, only = ([_dense(self.outputs[i]) for i in self.on_tape] for _ in range(3))
             across = [_dense(stand.inputs[i]) for i in self.wanted]
         inputs = [*stand.inputs, *stand.draws]
@@ -438,9 +427,8 @@ class Stages:
         trace = make_fx(
             run, decomposition_table=table, tracing_mode="symbolic", _allow_non_fake_inputs=True
         )
-        patch = patched() if supported(torch.__version__) else nullcontext()
         fuse = for_compiler() if inductor else nullcontext()
-        with _torch.compile_lock, torch.enable_grad(), patch, fuse:
+        with _torch.compile_lock, torch.enable_grad(), patched_where_known(), fuse:
             flat = trace(*inputs, *along, *across, *last, *only)
         random = [n for n in flat.graph.nodes if is_random(n.target, n.args, n.kwargs)]
         if random:

@@ -256,6 +256,8 @@ class _PieceRun:
             self.values[v] = Value(tuple(coefficients), generation)
 
     def kink(self, node: Node) -> None:
+        """Cut every row where a unit of the node changes its region; on each part the node is
+        linear."""
         kink, rows = self.motion.kinks[node.index], self.rows
         inputs = [self.values[v] for v in node.inputs]
         if all(v.generation is None for v in inputs):  # a kink in the parameters alone

@@ -636,16 +636,6 @@ def check_generator(generator: Any) -> None:
         raise InputError(f"generator must be a torch.Generator, not {generator!r}")
 
 
-__all__ = [
-    "BilinearForm",
-    "Custom",
-    "GradientMatch",
-    "LossGradient",
-    "OutputGradient",
-    "Penalty",
-]
-
-
 # ------------------------------------------------------------- on some calls and some rows only
 
 

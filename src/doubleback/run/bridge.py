@@ -22,9 +22,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .._torch import foreach_add_, get_current_graph_task_keep_graph, pytree
 from ..errors import InputError, StaleGraphError, ThirdDerivativeError
+from ..graph import memory
 from ..kernels import batched
 from .cuda_graphs import GraphedState, users
-from .program import Arrived, FlatState, Gradients, Program, memory
+from .program import Arrived, FlatState, Gradients, Program
 from .state import behind, copies
 
 
@@ -209,7 +210,7 @@ class Bridge(torch.autograd.Function):
                 "with sweeps=False"
             )
         _check_versions(ctx.versions)
-        keep = _keeps_graph()
+        keep = get_current_graph_task_keep_graph()
         if not keep:
             ctx.versions = None
         program: Program = ctx.job.program
@@ -307,11 +308,6 @@ def _alone(t: Tensor) -> bool:
     storage = t.untyped_storage()
     fills = storage.nbytes() == t.numel() * t.element_size()
     return fills and users(storage._cdata) <= 2  # the tensor's and `storage`'s own
-
-
-def _keeps_graph() -> bool:
-    """Whether the running backward was called with retain_graph=True."""
-    return get_current_graph_task_keep_graph()
 
 
 def no_autocast() -> AbstractContextManager:
