@@ -400,7 +400,7 @@ class CapturedModule(nn.Module):
             remember(self._short, self._shape_of(args), way)
 
     def _shape_of(self, args: tuple) -> tuple:
-        """As `_size`, of arguments that are not taken apart."""
+        """What `_size` says of a call, from arguments that are not taken apart."""
         net: Any = self._modules["net"]
         key = [net.training]
         for t in args:
@@ -694,8 +694,8 @@ class CapturedModule(nn.Module):
 
 
 def separate(t: Tensor) -> Tensor:
-    """As a tensor of its own that requires grad: the derivative is that in this argument, also
-    where another argument was computed from the same tensor. Sparse ones have no views."""
+    """The tensor as one of its own that requires grad: the derivative is that in this argument,
+    also where another one was computed from the same tensor. Sparse tensors have no views."""
     if not t.requires_grad:
         return t.detach().requires_grad_()
     return t.view_as(t) if t.layout is torch.strided else t.clone()

@@ -349,7 +349,7 @@ def map_refs(tree: Any, fn: Callable[[Ref], Any]) -> Any:
 
 
 def leaves(tree: Any, kind: type[T]) -> Iterator[T]:
-    """Those of one kind among nested arguments, in flattened order."""
+    """What is of one kind among nested arguments, in flattened order."""
     if isinstance(tree, kind):
         yield tree
     elif isinstance(tree, (tuple, list)):

@@ -265,7 +265,7 @@ class Product(Space):
         return list(zip(self.spaces, parts, strict=True))
 
     def check_count(self, gradients: Sequence[Tensor]) -> None:
-        """As many inputs as factors, each of a shape that its factor takes."""
+        """Raise unless there is an input for each factor, of a shape that the factor takes."""
         if len(gradients) != len(self.spaces):
             shapes = [tuple(g.shape) for g in gradients]
             raise InputError(

@@ -46,7 +46,7 @@ class Arguments:
 
     @cached_property
     def asked(self) -> dict[int, Tensor]:
-        """Those of the penalty's own tensors that ask for a gradient, by flattened place."""
+        """The penalty's own tensors that ask for a gradient, by flattened place."""
         leaves = enumerate(pytree.tree_leaves(self.extra)) if self.extra else ()
         return {i: t for i, t in leaves if requires_grad(t)}
 

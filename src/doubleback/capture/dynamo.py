@@ -32,11 +32,12 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from time import monotonic
 from types import FunctionType, MethodType, ModuleType
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar
 from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import nn
+from torch.utils._device import DeviceContext
 
 from .. import _torch
 from ..errors import CaptureError, InputError, let_through, untold, warn
@@ -85,6 +86,7 @@ class Capture:
         if self.resting and not at_once:
             assert self.refusal is not None
             raise self.refusal
+        refuse_modes(f"{type(net).__name__} cannot be captured")
         box = _Box(run)
         start, handled, known = monotonic(), sys.exception(), self.graphs
         failure: Exception | None = None
@@ -124,7 +126,7 @@ class Capture:
     def _enter(self, net: nn.Module, box: _Box, args: tuple, kwargs: dict[str, Any]) -> Any:
         _Quiet.install()
         teach()
-        boxes = _boxes()
+        boxes = _local.boxes
         boxes.append(box)
         try:
             known = len(self._compiled)
@@ -163,7 +165,7 @@ class Capture:
         self.graphs += 1
 
         def call(*inputs: Any) -> Sequence[Any]:
-            return _boxes()[-1](graph, inputs)
+            return _local.boxes[-1](graph, inputs)
 
         return torch.compiler.disable(call)
 
@@ -200,6 +202,8 @@ _SETTINGS = {
     "recompile_limit": MOST,
     "accumulated_recompile_limit": 4 * MOST,
     "fail_on_recompile_limit_hit": False,
+    "use_recursive_dict_tags_for_guards": False,  # as from 2.13 on: it skips guards
+    "invalidate_compile_context_weakrefs": True,  # parameters can be swapped
 }
 
 
@@ -233,14 +237,14 @@ def captured_by(
     optimise = _torch.dynamo_optimize(
         receive, nopython=True, dynamic=dynamic, guard_fail_fn=changed
     )
-    optimise.callback = _Callback(optimise.callback, lambda: me().settings())
+    optimise.callback = _CaptureCallback(optimise.callback, lambda: me().settings())
     compiled = optimise(own)
     assert compiled is not None
     weakref.finalize(own, _torch.dynamo_reset_code, code).atexit = False
     return compiled
 
 
-class _Callback:
+class _CaptureCallback:
     """What Dynamo calls where no graph fits, under settings of its own: to set and put them back
     takes as long as a few kernels, so calls by graphs that there are do without."""
 
@@ -251,12 +255,14 @@ class _Callback:
     def __call__(self, *frame: Any) -> Any:
         before: dict[str, Any] = {}
         with _turn:
+            captures, _local.captures = _local.captures, True
             try:
                 for name, value in self._settings().items():
                     before[name] = getattr(_torch.dynamo_config, name)
                     setattr(_torch.dynamo_config, name, value)
                 return self._torchdynamo_orig_backend(*frame)
             finally:
+                _local.captures = captures
                 try:
                     _put_back(before)
                 except BaseException:  # Ctrl-C
@@ -306,15 +312,28 @@ def _modes_off(box: _Box) -> Iterator[None]:
         yield
 
 
-_local = threading.local()
+class _Local(threading.local):
+    """Of one thread. boxes: those of its calls, the innermost last; captures: whether one of the
+    library's calls has come to a capture."""
+
+    def __init__(self) -> None:
+        self.boxes: list[_Box] = []
+        self.captures = False
+
+
+_local = _Local()
 _count = itertools.count()
 
 
-def _boxes() -> list[_Box]:
-    """Those of this thread's calls, the innermost last."""
-    if not hasattr(_local, "boxes"):
-        _local.boxes = []
-    return _local.boxes
+def refuse_modes(what: str) -> None:
+    """A mode of the caller's that changes what PyTorch's functions return would do so as Dynamo
+    reads them, and once more where they are traced and run."""
+    modes = [m for m in _torch.get_function_modes() if not isinstance(m, DeviceContext)]
+    if modes:
+        raise CaptureError(
+            f"{what} while {type(modes[-1]).__name__} is active: as a TorchFunctionMode it would "
+            "change what functions return twice\n  Remedy: enter it inside, or leave it."
+        )
 
 
 @contextmanager
@@ -357,7 +376,7 @@ class _Quiet:
 
     @classmethod
     def start(cls, _: Any) -> None:
-        if _boxes():
+        if _local.boxes:
             cls.held.append(ExitStack())
             cls.held[-1].enter_context(warnings.catch_warnings())
             cls.held[-1].enter_context(untold())
@@ -365,7 +384,7 @@ class _Quiet:
 
     @classmethod
     def end(cls, _: Any) -> None:
-        if _boxes() and cls.held:
+        if _local.boxes and cls.held:
             cls.held.pop().close()
 
 
@@ -373,7 +392,8 @@ _taught: list[bool] = []
 
 
 def teach() -> bool:
-    """Teach Dynamo, once, what it gets wrong; whether it had not been taught."""
+    """Teach Dynamo, once, what it gets wrong; whether it had not been taught. What others compile
+    it reads as before."""
     if _taught:
         return False
     _taught.append(True)
@@ -390,11 +410,33 @@ def teach() -> bool:
     _torch.BuiltinVariable.call_function_handler_cache.clear()  # which knows what was there before
     # Dynamo guards nothing that the standard library reads, such as the environment in os.getenv
     of_the_library = _torch.symbolic_convert.is_stdlib
-    _torch.symbolic_convert.is_stdlib = lambda module: module is not os and of_the_library(module)
+    _torch.symbolic_convert.is_stdlib = lambda module: (
+        of_the_library(module) and not (module is os and _is_ours())
+    )
     # of a `random.Random` it keeps the numbers that it draws while it reads
-    _torch.RandomVariable.is_supported_random_obj = staticmethod(lambda _: False)
+    known = _torch.RandomVariable.is_supported_random_obj
+    _torch.RandomVariable.is_supported_random_obj = staticmethod(
+        lambda item: known(item) and not _is_ours()
+    )
     _forget_tangents_of_views()
+    _time_no_guards()
     return True
+
+
+def _is_ours() -> bool:
+    """Whether Dynamo reads code for one of this library's graphs."""
+    try:
+        receiver: Any = _torch.InstructionTranslator.current_tx().output.compiler_fn
+    except AttributeError:  # it reads nothing
+        return False
+    for name in ("_torchdynamo_orig_backend", "compiler_fn", "func"):
+        receiver = getattr(receiver, name, receiver)
+    return str(getattr(receiver, "__module__", "")).startswith("doubleback.")
+
+
+def _install(guard: Any) -> None:
+    if _is_ours():
+        _torch.install_guard(guard)
 
 
 def _guard_one_object() -> None:
@@ -432,7 +474,7 @@ def _guard_order() -> None:
 
     def guard_keys_in_order(self: Any) -> None:
         guard_keys(self)
-        if self.source:
+        if self.source and _is_ours():
             tracer = _torch.InstructionTranslator.current_tx()
             tracer.output.guard_on_key_order.add(self.source)
 
@@ -522,12 +564,13 @@ def _stay_two(left: Any, right: Any) -> None:
         apart = getattr(left, held) is not getattr(right, held)
         if apart and left.source is not None and right.source is not None:
             differ = functools.partial(_differ, other=right.source)
-            _torch.install_guard(left.source.make_guard(differ))
+            _install(left.source.make_guard(differ))
 
 
 def _is_method(variable: Any) -> bool:
-    bound = isinstance(variable, _torch.dynamo_variables.UserMethodVariable)
-    return bound or isinstance(getattr(variable, "value", None), MethodType)
+    if isinstance(variable, _torch.UserDefinedObjectVariable):
+        return isinstance(variable.value, MethodType)
+    return isinstance(variable, _torch.dynamo_variables.UserMethodVariable)
 
 
 def _differ(builder: Any, guard: Any, other: Any) -> None:
@@ -535,10 +578,10 @@ def _differ(builder: Any, guard: Any, other: Any) -> None:
     builder.add_python_lambda_leaf_guard_to_root([code], [code])
 
 
-def _refuse(why: str) -> NoReturn:
+def _refuse(why: str) -> None:
     """End the graph here, as Dynamo does where it knows no further."""
-    _torch.dynamo_exc.unimplemented(gb_type=why, context="", explanation=why, hints=[])
-    raise AssertionError
+    if _is_ours():
+        _torch.dynamo_exc.unimplemented(gb_type=why, context="", explanation=why, hints=[])
 
 
 def _guard_what_is_missing() -> None:
@@ -588,9 +631,9 @@ def _guard_attribute(of: Any, name: str) -> None:
         return
     guard = _torch.GuardBuilder.HASATTR
     if _torch.before(2, 13):
-        _torch.install_guard(_torch.AttrSource(of.source, name).make_guard(guard))
+        _install(_torch.AttrSource(of.source, name).make_guard(guard))
     else:
-        _torch.install_guard(of.source.make_guard(functools.partial(guard, attr=name)))
+        _install(of.source.make_guard(functools.partial(guard, attr=name)))
 
 
 def _guard_names() -> None:
@@ -612,7 +655,7 @@ def _guard_names() -> None:
 
     def guard_all(self: Any) -> None:
         if self.source is not None:
-            _torch.install_guard(self.source.base.make_guard(_names_stay))
+            _install(self.source.base.make_guard(_names_stay))
 
     def guard_one(self: Any, tracer: Any, args: list) -> None:
         if self.source is not None:
@@ -636,12 +679,10 @@ _ALWAYS = ("_parameters", "_buffers", "_modules")  # of a module, whose own code
 
 def _guard_name(source: Any, held: Any, name: Any) -> None:
     if not name.is_python_constant():
-        _torch.install_guard(source.make_guard(_names_stay))
+        _install(source.make_guard(_names_stay))
     elif (name := name.as_python_constant()) not in _ALWAYS:
         there = name in getattr(held, "__dict__", {})
-        _torch.install_guard(
-            source.make_guard(functools.partial(_name_stays, name=name, there=there))
-        )
+        _install(source.make_guard(functools.partial(_name_stays, name=name, there=there)))
 
 
 def _names_stay(builder: Any, guard: Any) -> None:
@@ -666,7 +707,7 @@ def _guard_methods() -> None:
         pending = tracer.output.side_effects.has_pending_mutation_of_attr(self, name)
         if self.source is not None and not pending and _from_getattr(self.value, name):
             absent = functools.partial(_torch.GuardBuilder.NOT_PRESENT_IN_GENERIC_DICT, attr=name)
-            _torch.install_guard(self.source.make_guard(absent))
+            _install(self.source.make_guard(absent))
         found = look(self, tracer, name)
         if type(found) is _torch.dynamo_variables.UserMethodVariable and self.source is not None:
             _guard_method(self, name, found)
@@ -686,12 +727,12 @@ def _from_getattr(value: Any, name: str) -> bool:
 def _guard_method(of: Any, name: str, found: Any) -> None:
     kinds = type(of.value).__mro__
     owner = next((kind for kind in kinds if vars(kind).get(name) is found.fn), None)
-    told = owner is None or issubclass(owner, nn.Module) or owner.__module__.startswith("torch.")
-    if told or found.source_fn is None:
+    if owner and (issubclass(owner, nn.Module) or owner.__module__.startswith("torch.")):
         return
-    _torch.install_guard(found.source_fn.make_guard(_torch.GuardBuilder.CLOSURE_MATCH))
-    if owner is not kinds[0]:
-        _torch.install_guard(of.source.make_guard(functools.partial(_inherited, name=name)))
+    if found.source_fn is not None:
+        _install(found.source_fn.make_guard(_torch.GuardBuilder.CLOSURE_MATCH))
+    if owner not in (None, kinds[0]):
+        _install(of.source.make_guard(functools.partial(_inherited, name=name)))
 
 
 def _inherited(builder: Any, guard: Any, name: str) -> None:
@@ -708,7 +749,7 @@ def _guard_numbers() -> None:
     def wrap_finite(self: Any, value: float) -> Any:
         found = wrap(self, value)
         if not isinstance(found, _torch.ConstantVariable):
-            _torch.install_guard(self.source.make_guard(_finite))
+            _install(self.source.make_guard(_finite))
         return found
 
     builder.wrap_symfloat = wrap_finite
@@ -716,10 +757,11 @@ def _guard_numbers() -> None:
     symbol = _torch.dynamo_variables.SymNodeVariable
 
     def contains_numbers(items: Any, *given: Any, **options: Any) -> Any:
-        items = [
-            _torch.ConstantVariable.create(x.evaluate_expr()) if isinstance(x, symbol) else x
-            for x in map(_torch.LazyVariableTracker.realize_all, items)
-        ]
+        if _is_ours():
+            items = [
+                _torch.ConstantVariable.create(x.evaluate_expr()) if isinstance(x, symbol) else x
+                for x in map(_torch.LazyVariableTracker.realize_all, items)
+            ]
         return contains(items, *given, **options)
 
     _torch.dynamo_lists.iter_contains = _torch.dynamo_utils.iter_contains = contains_numbers
@@ -789,7 +831,7 @@ def _guard_leaves() -> None:
     def guard(tensor: Any) -> None:
         if tensor.source is not None:
             source = _torch.AttrSource(tensor.source, "is_leaf")
-            _torch.install_guard(source.make_guard(_torch.GuardBuilder.EQUALS_MATCH))
+            _install(source.make_guard(_torch.GuardBuilder.EQUALS_MATCH))
 
     def method_attr_is_leaf(self: Any, tx: Any) -> Any:
         guard(self)
@@ -816,6 +858,18 @@ def _forget_tangents_of_views() -> None:
 
     mode._validate_cache_key = validate_key
     mode.cache_clear()
+
+
+def _time_no_guards() -> None:
+    """Of each new graph it notes how long its guards take, and empties the processor's caches to
+    measure it, which is a good part of a small network's capture."""
+    guards: Any = _torch.dynamo_guards
+    original = guards.profile_guard_manager
+
+    def profile_guard_manager(*given: Any) -> float:
+        return 0.0 if _local.captures else original(*given)
+
+    guards.profile_guard_manager = profile_guard_manager
 
 
 class _Escape(Exception):
@@ -1037,7 +1091,7 @@ class Surroundings:
         return hooks, methods, types, places, self._asked() if self._frozen else None
 
     def _asked(self) -> tuple[bool, ...]:
-        """Of each parameter, whether a gradient is asked for."""
+        """Whether a gradient is asked for, parameter by parameter."""
         living = [m for module in self._modules if (m := module()) is not None]
         return tuple([p.requires_grad for m in living for p in m.parameters(recurse=False)])
 

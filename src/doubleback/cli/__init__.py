@@ -238,18 +238,14 @@ def _add_demo(parser: argparse.ArgumentParser) -> None:
         parser,
         ("--net", str, "NAME",
          f"{', '.join(NETS)}, or package.module:factory; default: %(default)s"),
-        ("--penalty", list, "NAME",
-         f"{', '.join(SHOWN)}; repeat it; default: the first two"),
         ("--weight", _weight, "λ", "of every penalty; default: one for each"),
         ("--epochs", _count, "N", "default: 16 for the digits, 1 for --data"),
         ("--data", str, "SOURCE", "digits (default) or mnist-idx:FOLDER"),
-        ("--compile", bool, "", "compile the sweeps too (slow start)"),
         ("--seconds", _weight, "T", "for each penalty's timing"),
         ("--out", str, "FOLDER", "for the report, default: %(default)s"),
     )  # fmt: skip
     parser.set_defaults(net="separable", data="digits", seconds=5.0, out="demo")
-    _complete(parser, net=NETS, penalty=SHOWN)
-    _add_common(parser)
+    _add_timed(parser)
 
 
 def _add_bench(parser: argparse.ArgumentParser) -> None:
@@ -257,14 +253,21 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
         parser,
         ("--net", list, "NAME",
          f"{', '.join(NETS)}; repeat it for several; default: all"),
-        ("--penalty", list, "NAME",
-         f"{', '.join(SHOWN)}; repeat it; default: the first two"),
         ("--side", _count, "N", "of the images"),
         ("--batch", _count, "B", "default: %(default)s"),
         ("--seconds", _weight, "T", "for all measurements together, default: %(default)g"),
-        ("--compile", bool, "", "compile the sweeps too (slow start)"),
     )  # fmt: skip
     parser.set_defaults(side=16, batch=32, seconds=90.0)
+    _add_timed(parser)
+
+
+def _add_timed(parser: argparse.ArgumentParser) -> None:
+    """What `demo` and `bench` take alike."""
+    _add(
+        parser,
+        ("--penalty", list, "NAME", f"{', '.join(SHOWN)}; repeat it; default: the first two"),
+        ("--compile", bool, "", "compile the sweeps too (slow start)"),
+    )
     _complete(parser, net=NETS, penalty=SHOWN)
     _add_common(parser)
 
@@ -391,7 +394,7 @@ COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None], str]] 
 
 
 def completions() -> dict[str, dict[str, Sequence[str]]]:
-    """Of every command its options, with their values where these are few."""
+    """The options of every command, with their values where these are few."""
     parser = _parser()
     return {
         name: {

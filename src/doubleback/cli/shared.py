@@ -409,6 +409,8 @@ class Attention(nn.Module):
 
 
 class TokenMean(nn.Module):
+    """The mean over a sequence."""
+
     def forward(self, x: Tensor) -> Tensor:
         return x.mean(1)
 

@@ -14,7 +14,7 @@ import importlib.util
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -131,7 +131,7 @@ def _guard_hooks() -> None:
 
 
 def _guard_surroundings(builder: Any, _: Any) -> None:
-    """Likewise methods that are replaced on a module's class, and hooks of all modules."""
+    """Methods that are replaced on a module's class, and hooks of all modules, are noticed too."""
     named = [builder.scope["G"].get(name) for name in builder.f_code.co_names]
     around = [Surroundings(m) for m in held_modules(builder.scope["L"], named)]
     known = [each.key() for each in around]
@@ -302,7 +302,7 @@ class CompiledRegion:
         return stages.layout.results_of(inputs, outputs, iter(stages.numbers(*numbers)))
 
     def _stages(self, numbers: Sequence[int]) -> Stages | None:
-        """Those that serve all that was asked for so far at these sizes. None: autograd does."""
+        """The passes that serve all that was asked for so far at these sizes; None: autograd."""
         with self._lock:
             wanted = tuple(sorted(self.wanted))
             self.variants = [
@@ -820,10 +820,13 @@ class RegionBackward(torch.autograd.Function):
 
 @contextmanager
 def _plainly() -> Iterator[None]:
-    """Whatever goes wrong while a region is looked at, as a `CaptureError`."""
+    """Whatever goes wrong while a region is looked at, as a `CaptureError`. Sizes that depend on
+    numbers get new symbols at each look; those are thrown away."""
     handled = sys.exception()
+    context = _torch.TracingContext.try_get()
+    sizes = getattr(getattr(context, "fake_mode", None), "shape_env", None)
     try:
-        with saving_hooks_off():
+        with saving_hooks_off(), sizes.ignore_fresh_unbacked_symbols() if sizes else nullcontext():
             yield
     except CaptureError:
         raise

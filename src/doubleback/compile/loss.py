@@ -41,6 +41,7 @@ from ..capture import (
     is_distributed,
     leaving_transforms,
     plain,
+    refuse_modes,
     remedy,
     stopped_at,
     teach,
@@ -154,6 +155,7 @@ class Compiled:
         now = time.monotonic()
         if self.refusal is None or now >= self._again:
             try:
+                refuse_modes(f"{_name(self.fn)} cannot be traced")
                 return self._through(args, kwargs)
             except CaptureError as error:
                 if self.strict:
@@ -186,17 +188,23 @@ class Compiled:
         """The call by graphs, raising `CaptureError` where there can be none.
 
         Dynamo looks at fn without the library's derivatives first, which few functions need for
-        that, and makes symbols of Python's numbers that change, which few operators do not take.
+        that, and makes symbols of Python's numbers that change, which it cannot do everything with
+        (iterate over a range up to one), nor can all operators.
         """
         try:
             return self._enter(args, kwargs)
         except _Refusal as refusal:
             lacking = refusal.lacking and supported(torch.__version__)
-            if not lacking and (self._constants or not refusal.late):
+            if not lacking and self._constants:
                 raise
-        with patched() if lacking else nullcontext():
-            self._constants = self._constants or not lacking
-            return self._enter(args, kwargs)
+        before = self._constants
+        try:
+            with patched() if lacking else nullcontext():
+                self._constants = before or not lacking
+                return self._enter(args, kwargs)
+        except _Refusal:
+            self._constants = before
+            raise
 
     def _enter(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         """One attempt: by the graph that fits, which Dynamo captures where there is none yet."""
@@ -269,6 +277,8 @@ class Compiled:
             "recompile_limit": MOST,
             "accumulated_recompile_limit": 4 * MOST,
             "fail_on_recompile_limit_hit": False,
+            "use_recursive_dict_tags_for_guards": False,  # as from 2.13 on: it skips guards
+            "invalidate_compile_context_weakrefs": True,  # parameters can be swapped
         }
         return {name: value for name, value in wanted.items() if _known(name)}
 
@@ -332,10 +342,12 @@ class Compiled:
             scale = None
             if step.scaled:
                 scale = self.scaler.scale(torch.ones((), device=step.device))
-            job = _Job(step, [t.detach() if isinstance(t, Tensor) else t for t in inputs], scale)
+            job = _LossRun(
+                step, [t.detach() if isinstance(t, Tensor) else t for t in inputs], scale
+            )
             if step.trained:
                 trained = [call.original(inputs[i]) for i in step.trained]
-                loss = _Value.apply(job, *trained)
+                loss = _LossNode.apply(job, *trained)
             else:
                 with torch.no_grad():
                     loss = job.run()[0]
@@ -431,7 +443,7 @@ def _refuse_shared(step: WholeStep, inputs: Sequence[Any]) -> None:
         raise CaptureError("it writes to a tensor that shares memory with another that it reads")
 
 
-class _Job:
+class _LossRun:
     """One call of a graph, and what it yields besides the loss."""
 
     def __init__(self, step: WholeStep, inputs: list[Any], scale: Tensor | None) -> None:
@@ -447,11 +459,11 @@ class _Job:
         return loss, grads
 
 
-class _Value(torch.autograd.Function):
+class _LossNode(torch.autograd.Function):
     """The loss; its gradients wait for the one that arrives at it."""
 
     @staticmethod
-    def forward(ctx: Any, job: _Job, *trained: Tensor) -> Tensor:
+    def forward(ctx: Any, job: _LossRun, *trained: Tensor) -> Tensor:
         loss, ctx.grads = job.run()
         ctx.scale = job.scale
         ctx.trained = trained
@@ -513,6 +525,8 @@ class _NoMore(torch.autograd.Function):
 
 
 class _Attached(torch.autograd.Function):
+    """A gradient, joined to the node that stands for all that it depends on."""
+
     @staticmethod
     def forward(ctx: Any, grad: Tensor, end: Tensor) -> Tensor:
         ctx.save_for_backward(end)
@@ -578,7 +592,7 @@ _TOOLS = (Tensor, torch.ops.doubleback.mark, _aliases, _detached)
 
 
 def _globals(fn: Any) -> dict[str, Any]:
-    """Those of a function, of a method, or of a module's forward."""
+    """The globals of a function, of a method, or of a module's forward."""
     while isinstance(fn, functools.partial):
         fn = fn.func
     if not isinstance(fn, (FunctionType, MethodType)):
@@ -676,7 +690,7 @@ _local = threading.local()
 
 
 def _calls() -> list[_LossCall]:
-    """Those of this thread, the innermost last."""
+    """The calls that run in this thread, the innermost last."""
     if not hasattr(_local, "calls"):
         _local.calls = []
     return _local.calls
@@ -722,12 +736,11 @@ def _name(fn: Any) -> str:
 class _Refusal(CaptureError):
     """Why a function is not one graph: the cause, its line, a remedy.
 
-    lacking: PyTorch has no such derivative; late: Dynamo had a graph of it.
+    lacking: PyTorch has no such derivative.
     """
 
     def __init__(self, fn: Any, error: BaseException) -> None:
         self.lacking = "derivative" in str(error)
-        self.late = isinstance(error, _torch.BackendCompilerFailed)
         super().__init__(
             f"{_name(fn)} cannot be traced as one graph: {first_line(error)}"
             f"{stopped_at(error)}{remedy(str(error), _REMEDIES)}"

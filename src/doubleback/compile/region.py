@@ -33,6 +33,7 @@ from .._torch import (
 from ..capture import THROUGH, assigns_data, leaving_transforms
 from ..errors import CaptureError
 from ..graph import OpenSizes, compile_sizes, memory
+from ..run import behind
 from .functions import APPLY, COND, obstacle, on_functions
 
 # ----------------------------------------------------------------------------------- random numbers
@@ -338,12 +339,14 @@ class _AsEager(torch.fx.Interpreter):
                 return _AsEager(body).run(*rest)
             if target.name() == APPLY:
                 forward, backward, *rest = args
-                result = _Applied.apply(forward, backward, kwargs["non_differentiable_idx"], *rest)
+                result = _CallersFunction.apply(
+                    forward, backward, kwargs["non_differentiable_idx"], *rest
+                )
                 return result
         return super().call_function(target, args, kwargs)
 
 
-class _Applied(torch.autograd.Function):
+class _CallersFunction(torch.autograd.Function):
     """A caller's autograd.Function, as Dynamo read it: its backward can be differentiated, too."""
 
     @staticmethod
@@ -421,9 +424,12 @@ def bare(t: Any) -> Any:
 
 
 def _copied(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
-    """The same graph once more: Inductor changes the one that it is given."""
+    """The same graph once more: Inductor changes the one that it is given. Without what Dynamo
+    notes of the inputs, which refers to the caller's tensors, so that none could be swapped."""
     graph = torch.fx.Graph()
     graph.output(graph.graph_copy(module.graph, {}))
+    for node in graph.nodes:
+        node.meta.pop("grapharg", None)
     return torch.fx.GraphModule(module, graph)
 
 
@@ -566,21 +572,10 @@ def nodes_of(inputs: Sequence[Any]) -> dict[Any, int]:
     return {get_gradient_edge(t).node: i for i, t in enumerate(inputs) if on_tape(t)}
 
 
-def behind(end: Any, starts: Mapping[Any, int]) -> frozenset[int]:
+def inputs_behind(end: Any, starts: Mapping[Any, int]) -> frozenset[int]:
     """The places of inputs that a tensor is computed from, by autograd's graph."""
-    places: set[int] = set()
-    seen: set[Any] = set()
-    stack: list[Any] = [end.grad_fn] if isinstance(end, Tensor) else []
-    while stack:
-        node = stack.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if node in starts:
-            places.add(starts[node])
-        else:
-            stack += [following for following, _ in node.next_functions]
-    return frozenset(places)
+    nodes = behind([end]) if isinstance(end, Tensor) else ()
+    return frozenset(starts[node] for node in nodes if node in starts)
 
 
 def reached(sets: Sequence[frozenset[int]], grads: Sequence[Tensor | None]) -> frozenset[int]:
@@ -646,8 +641,8 @@ def _layout(inputs: Sequence[Any], results: Sequence[Any], starts: Mapping[Any, 
         tuple(kinds),
         tuple((i, is_base) for i, _, is_base in bases.values()),
         tuple(base.requires_grad for _, base, _ in bases.values()),
-        tuple(behind(base, starts) for _, base, _ in bases.values()),
-        tuple((behind(t, starts), behind(base_of(t), starts)) for t in results),
+        tuple(inputs_behind(base, starts) for _, base, _ in bases.values()),
+        tuple((inputs_behind(t, starts), inputs_behind(base_of(t), starts)) for t in results),
         tuple(numbers),
     )
 
@@ -707,10 +702,10 @@ class Pieces:
         nodes = {n for n in self.returned if isinstance(n, torch.fx.Node)}
         ends = {n for n in nodes if n.op != "placeholder" and on_tape(n.meta["example_value"])}
         if len(ends) > 1:
-            ways = _Ways(self.module, [n for n in self.module.graph.nodes if n in ends])
+            ways = _Dependencies(self.module, [n for n in self.module.graph.nodes if n in ends])
             cuts = ways.cuts()
             if cuts:
-                self.parts = _Parts(self.module, ways.values, cuts).pieces()
+                self.parts = _Cutter(self.module, ways.values, cuts).pieces()
 
     def compiled(
         self, inputs: Sequence[Any], region: Callable[[torch.fx.GraphModule, list], Callable]
@@ -777,7 +772,7 @@ def _of_the_original(result: Any, lent: Mapping[Any, tuple[Tensor, Tensor]]) -> 
     return t.as_strided(result.size(), result.stride(), offset)
 
 
-class _Ways(_AsEager):
+class _Dependencies(_AsEager):
     """A run on tensors without numbers that notes what each node reads, makes and writes to, so as
     to follow which results on autograd's tape are computed from others."""
 
@@ -870,8 +865,11 @@ class _Ways(_AsEager):
 
 @dataclass(frozen=True)
 class _Note:
-    """Of one node. on_tape: whether autograd has a part in what it makes or writes; within: whether
-    autograd is off behind it, or a transform of torch.func on."""
+    """What one node of the graph reads, makes and writes to, by memory.
+
+    on_tape: whether autograd has a part in what it makes or writes; within: whether autograd is off
+    behind it, or a transform of torch.func on.
+    """
 
     read: list[Tensor]
     made: list[Tensor]
@@ -894,7 +892,7 @@ def _tensors(value: Any) -> list[Tensor]:
     return [t for t in pytree.tree_leaves(value) if isinstance(t, Tensor)]
 
 
-class _Parts:
+class _Cutter:
     """What becomes of a graph's nodes in pieces that end behind certain places."""
 
     def __init__(

@@ -38,8 +38,8 @@ from .region import (
     RegionCode,
     StandIns,
     bare,
-    behind,
     fake_mode_of,
+    inputs_behind,
     is_random,
     look,
     nodes_of,
@@ -310,7 +310,7 @@ class Stages:
         self.stand = stand = StandIns(code, numbers)
         self.trained = [i for i, on in enumerate(code.required) if on]
         self._behind: list[list[frozenset[int] | None]]
-        with stand.fakes:
+        with stand.fakes, stand.env.ignore_fresh_unbacked_symbols():
             self.layout: Layout = look(code, stand.inputs, stand.draws)
             with torch.enable_grad():
                 self.outputs = self._examples()
@@ -341,7 +341,9 @@ class Stages:
         for t, on in zip(results, self.layout.on_tape, strict=True):
             if on:
                 gradients = _gradients([t], wanted, [_dense(t)], create_graph=True)
-                self._behind.append([None if g is None else behind(g, starts) for g in gradients])
+                self._behind.append(
+                    [None if g is None else inputs_behind(g, starts) for g in gradients]
+                )
         return [_dense(t) for t in results]
 
     def behind(
@@ -430,6 +432,8 @@ class Stages:
         fuse = for_compiler() if inductor else nullcontext()
         with _torch.compile_lock, torch.enable_grad(), patched_where_known(), fuse:
             flat = trace(*inputs, *along, *across, *last, *only)
+        if any("unbacked_bindings" in n.meta for n in flat.graph.nodes):
+            raise CaptureError("a size depends on what tensors hold")
         random = [n for n in flat.graph.nodes if is_random(n.target, n.args, n.kwargs)]
         if random:
             raise CaptureError(f"{random[0].target} draws random numbers in a derivative")
@@ -614,8 +618,8 @@ def _cut_off(
         for node in part.graph.nodes:
             if node.op == "placeholder":
                 node.target = node.name
-    again = _taken_again(graph)
-    _take_again(late.graph, graph, again)
+    again = _had_by_each_pass(graph)
+    _replace_inputs(late.graph, graph, again)
     return _once(early.graph, before, again), _once(late.graph, last, again)
 
 
@@ -625,7 +629,7 @@ _VIEWS = {
 }  # fmt: skip
 
 
-def _taken_again(graph: torch.fx.Graph) -> set[str]:
+def _had_by_each_pass(graph: torch.fx.Graph) -> set[str]:
     """What each pass takes for itself, and none keeps for another: Python's floats, which Inductor
     takes from their tensors alone, and views of inputs, which cost more to hand on."""
     again: set[torch.fx.Node] = set()
@@ -638,8 +642,8 @@ def _taken_again(graph: torch.fx.Graph) -> set[str]:
     return {n.name for n in again if n.op == "call_function"}
 
 
-def _take_again(graph: torch.fx.Graph, whole: torch.fx.Graph, again: set[str]) -> None:
-    """Replace inputs of a pass that it can take from other inputs."""
+def _replace_inputs(graph: torch.fx.Graph, whole: torch.fx.Graph, again: set[str]) -> None:
+    """In the place of inputs of a pass that it can have from other inputs, what makes them."""
     sources = {n.name: n for n in whole.nodes}
     copies = {sources[n.name]: n for n in graph.nodes if n.op == "placeholder"}
     mine = [n for n in copies.values() if n.name in again]

@@ -420,7 +420,7 @@ class Decision:
 
     @property
     def profiles(self) -> dict[str, Profile]:
-        """Of every candidate by name, the chosen one at its own chunk."""
+        """The price of every candidate by name, of the chosen one at its own chunk."""
         return {
             name: self.prices(name, self.chunk if name == self.chosen else None)
             for name in self.prices.programs

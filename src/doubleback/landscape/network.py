@@ -258,6 +258,8 @@ def lower(graph: Graph) -> Graph:
 
 @dataclass
 class _Lowered:
+    """A graph that is being written anew, with more and simpler nodes."""
+
     values: list[Meta | None]
     nodes: list[Node]
     constants: dict[int, Tensor]

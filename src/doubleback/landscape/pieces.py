@@ -205,6 +205,9 @@ def follow_chunk(
 
 
 class _PieceRun:
+    """One run of the network on rows of some examples: values as polynomials, and the flips so
+    far."""
+
     def __init__(
         self, network: Network, motion: Motion, x: Tensor, moving: Mapping[int, tuple]
     ) -> None:

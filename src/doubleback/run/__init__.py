@@ -28,5 +28,5 @@ from .program import (
     Program,
     Request,
 )
-from .state import Itself, kind, read_state, remember, run_prelude, scale, write_state
+from .state import Itself, behind, kind, read_state, remember, run_prelude, scale, write_state
 from .straight_line import NEAR, boxed, clean

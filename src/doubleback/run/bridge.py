@@ -67,7 +67,7 @@ class Job:
 
 
 def _tensors(state: Any, kept: Collection[int]) -> list[Tensor]:
-    """Those that passed from the first two sweeps to the last two are going to read."""
+    """The tensors that the last two sweeps are going to read of what the first two left."""
     if isinstance(state, GraphedState):
         state = state.state
     if isinstance(state, FlatState):
@@ -92,7 +92,7 @@ def attach(job: Job, tensors: Sequence[Tensor], before: int) -> tuple[Tensor, ..
         place = {v: i for i, v in enumerate((*plan.penalised, *plan.effective))}
         relay = Relay(stretches, [[place[v] for v in s.values] for s in stretches])
         for places in reversed(relay.places[1:]):
-            token = _Stretch.apply(relay, token, *[tensors[i] for i in places])
+            token = _RelayNode.apply(relay, token, *[tensors[i] for i in places])
             _last_of_all(token, before)
     return Bridge.apply(job, relay, token, *tensors)  # type: ignore[return-value]
 
@@ -101,7 +101,7 @@ def attach(job: Job, tensors: Sequence[Tensor], before: int) -> tuple[Tensor, ..
 def _shield() -> None:
     """A `backward()` inside of torch.compile runs what is here as it is: its look inside would end
     in warnings. Not when the module is imported, since it takes Dynamo."""
-    for node in (Bridge, _Stretch):
+    for node in (Bridge, _RelayNode):
         node.backward = staticmethod(torch.compiler.disable(node.backward))  # type: ignore[assignment]
 
 
@@ -141,7 +141,7 @@ class Relay:
         return part
 
 
-class _Stretch(torch.autograd.Function):
+class _RelayNode(torch.autograd.Function):
     """Its backward sweeps one more stretch. token: of the node that runs after this one."""
 
     @staticmethod
@@ -407,6 +407,8 @@ def refuse_third(t: Tensor, grad: Tensor) -> Tensor | None:
 
 
 class _NoThird(torch.autograd.Function):
+    """A node that says, when it is differentiated, that third derivatives are not given."""
+
     generate_vmap_rule = True
 
     @staticmethod

@@ -165,7 +165,7 @@ class Flat:
         return self.run(tensors)
 
     def parts(self, tensors: list[Any]) -> Iterator[list[Tensor | None]]:
-        """Of a graph made by `in_parts`: each part as soon as it is there."""
+        """The parts of a graph that was made with `in_parts`, each as soon as it is there."""
         there = put(self.spec, (x[0] for x in self.leaves))  # type: ignore[index]
         running: Any = self.launch(tensors)
         for places in there:
@@ -496,7 +496,7 @@ class Family:
 
     @cached_property
     def open_values(self) -> frozenset[int]:
-        """Those whose shapes depend on the call's sizes."""
+        """The graph's values whose shapes depend on the call's sizes."""
         metas = enumerate(self.graph.values)
         return frozenset(
             v for v, m in metas if m is not None and any(type(n) is not int for n in m.shape)
@@ -584,7 +584,7 @@ class Variant(OpenSizes):
 
     @cached_property
     def shapes(self) -> Sequence[Any]:
-        """Those that a tensor from outside may have, sizes being symbols."""
+        """The shapes that a tensor from outside may have, sizes being symbols."""
         return self.family.shapes(self.numbers)
 
     @cached_property

@@ -158,7 +158,7 @@ def in_pieces(
         else:
             pieces[node] = -1 if node.op == "placeholder" else number
     inputs = [node for node in module.graph.nodes if node.op == "placeholder"]
-    parts = [_Piece(k, end, pieces) for k, end in enumerate(ends)]
+    parts = [_Portion(k, end, pieces) for k, end in enumerate(ends)]
     later: set[Node] = set()
     for part in reversed(parts):
         part.hand_on(later)
@@ -178,7 +178,7 @@ def in_pieces(
     return generate
 
 
-class _Piece:
+class _Portion:
     """The part of a graph that ends where gradients are handed over, by `end`.
 
     reads: what it takes of inputs and earlier pieces; results: gradients and what later pieces
@@ -397,6 +397,8 @@ def _choices() -> Any:
         return t
 
     class Choices(_torch.InductorChoices):
+        """Nodes that stand far apart are not fused."""
+
         @staticmethod
         def can_fuse_vertical(scheduler, node1, node2, shared_data_score):
             return not scheduler.are_long_distant_nodes(node1, node2)
@@ -538,8 +540,8 @@ def traffic(graph: Graph, sweeps: dict[Node, int]) -> float:
 
 
 def _operations(node: Node) -> int:
-    """Of a product, at the sizes that the graph was made at: a question about an open size would
-    close it."""
+    """How many operations a product takes, at the sizes that the graph was made at: a question
+    about an open size would close it."""
     formula = flop_registry().get(getattr(node.target, "overloadpacket", None))
     if formula is None:
         return 0
@@ -793,13 +795,13 @@ def hand_less(module: torch.fx.GraphModule, count: int, recompute: bool | None) 
     most = SLOWER * (1 + AFTER) * traffic(module.graph, dict.fromkeys(module.graph.nodes, 0))
     for share in shares:
         graph = deepcopy(module.graph)
-        handed = _Handed(graph, count, share)
+        handed = _HandedOn(graph, count, share)
         if share == shares[-1] or handed.extra <= most:
             return handed.split(module)
     return None
 
 
-class _Handed:
+class _HandedOn:
     """A graph whose results after the first `count` are had again, as far as that pays."""
 
     def __init__(self, graph: Graph, count: int, share: float) -> None:

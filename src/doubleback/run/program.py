@@ -448,7 +448,7 @@ class FlatState:
         return sweeps.State(*put(flat.spec[2][1], leaves))  # type: ignore[index]
 
     def stand_ins(self) -> list[Tensor]:
-        """Of the tensors, without numbers."""
+        """The same tensors without numbers."""
         flat, count = self.flat, len(self.numbers)
         if flat.recipe is None:
             return list(flat.results)

@@ -164,9 +164,9 @@ NEAR = 12  # operators
 
 
 def _near(earlier: torch.fx.Node, later: torch.fx.Node) -> bool:
-    """So close that computing the earlier one later keeps nothing alive for long; not where
-    gradients are handed over in between, after which what it reads may change, or where that is
-    written to."""
+    """Whether two nodes stand so close that computing the earlier one in the later one's place
+    keeps nothing alive for long. Not where gradients are handed over in between, after which what
+    it reads may change, nor where that is written to."""
     node, read = later, set(map(memory_of, earlier.all_input_nodes))
     for _ in range(NEAR):
         node = node.prev
@@ -452,6 +452,8 @@ def record(fn: Callable[..., Sequence[Tensor]], tensors: Sequence[Tensor]) -> Ta
 
 
 class _Tape(TorchDispatchMode):
+    """Writes down every operator that runs, with the nodes that its tensors came from."""
+
     def __init__(self) -> None:
         super().__init__()
         self.taped = Taped(torch.fx.Graph())
