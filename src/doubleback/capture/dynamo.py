@@ -527,7 +527,8 @@ def _stay_two(left: Any, right: Any) -> None:
 
 def _is_method(variable: Any) -> bool:
     bound = isinstance(variable, _torch.dynamo_variables.UserMethodVariable)
-    return bound or isinstance(getattr(variable, "value", None), MethodType)
+    # not by getattr: a list's `value` is computed before torch 2.13, and raises
+    return bound or isinstance(vars(variable).get("value"), MethodType)
 
 
 def _differ(builder: Any, guard: Any, other: Any) -> None:
