@@ -67,6 +67,10 @@ NAMES: dict[str, tuple[str, str]] = {
         "torch._C:_TorchDispatchModeKey",
         "which of these modes is asked for",
     ),
+    "get_function_modes": (
+        "torch.overrides:_get_current_function_mode_stack",
+        "a caller's modes change what functions return: traced and run, they would do so twice",
+    ),
     "len_torch_dispatch_stack": (
         "torch._C:_len_torch_dispatch_stack",
         "whether any mode watches: only then does a kernel go through the dispatcher",

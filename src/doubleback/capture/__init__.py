@@ -22,6 +22,7 @@ from .dynamo import (
     forget,
     hooked,
     leaving_transforms,
+    refuse_modes,
     remedy,
     stopped_at,
     teach,

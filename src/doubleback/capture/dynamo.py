@@ -32,11 +32,12 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from time import monotonic
 from types import FunctionType, MethodType, ModuleType
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar
 from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import nn
+from torch.utils._device import DeviceContext
 
 from .. import _torch
 from ..errors import CaptureError, InputError, let_through, untold, warn
@@ -85,6 +86,7 @@ class Capture:
         if self.resting and not at_once:
             assert self.refusal is not None
             raise self.refusal
+        refuse_modes(f"{type(net).__name__} cannot be captured")
         box = _Box(run)
         start, handled, known = monotonic(), sys.exception(), self.graphs
         failure: Exception | None = None
@@ -200,6 +202,7 @@ _SETTINGS = {
     "recompile_limit": MOST,
     "accumulated_recompile_limit": 4 * MOST,
     "fail_on_recompile_limit_hit": False,
+    "use_recursive_dict_tags_for_guards": False,  # as from 2.13 on: it skips guards
 }
 
 
@@ -317,6 +320,17 @@ def _boxes() -> list[_Box]:
     return _local.boxes
 
 
+def refuse_modes(what: str) -> None:
+    """A mode of the caller's that changes what PyTorch's functions return would do so as Dynamo
+    reads them, and once more where they are traced and run."""
+    modes = [m for m in _torch.get_function_modes() if not isinstance(m, DeviceContext)]
+    if modes:
+        raise CaptureError(
+            f"{what} while {type(modes[-1]).__name__} is active: as a TorchFunctionMode it would "
+            "change what functions return twice\n  Remedy: enter it inside, or leave it."
+        )
+
+
 @contextmanager
 def trackers_off() -> Iterator[None]:
     """A counter of FLOPs hangs hooks on all modules to know which one is running; they are no part
@@ -373,7 +387,8 @@ _taught: list[bool] = []
 
 
 def teach() -> bool:
-    """Teach Dynamo, once, what it gets wrong; whether it had not been taught."""
+    """Teach Dynamo, once, what it gets wrong; whether it had not been taught. What others compile
+    it reads as before."""
     if _taught:
         return False
     _taught.append(True)
@@ -390,11 +405,32 @@ def teach() -> bool:
     _torch.BuiltinVariable.call_function_handler_cache.clear()  # which knows what was there before
     # Dynamo guards nothing that the standard library reads, such as the environment in os.getenv
     of_the_library = _torch.symbolic_convert.is_stdlib
-    _torch.symbolic_convert.is_stdlib = lambda module: module is not os and of_the_library(module)
+    _torch.symbolic_convert.is_stdlib = lambda module: (
+        of_the_library(module) and not (module is os and _is_ours())
+    )
     # of a `random.Random` it keeps the numbers that it draws while it reads
-    _torch.RandomVariable.is_supported_random_obj = staticmethod(lambda _: False)
+    known = _torch.RandomVariable.is_supported_random_obj
+    _torch.RandomVariable.is_supported_random_obj = staticmethod(
+        lambda item: known(item) and not _is_ours()
+    )
     _forget_tangents_of_views()
     return True
+
+
+def _is_ours() -> bool:
+    """Whether Dynamo reads code for one of this library's graphs."""
+    try:
+        receiver: Any = _torch.InstructionTranslator.current_tx().output.compiler_fn
+    except AttributeError:  # it reads nothing
+        return False
+    for name in ("_torchdynamo_orig_backend", "compiler_fn", "func"):
+        receiver = getattr(receiver, name, receiver)
+    return str(getattr(receiver, "__module__", "")).startswith("doubleback.")
+
+
+def _install(guard: Any) -> None:
+    if _is_ours():
+        _torch.install_guard(guard)
 
 
 def _guard_one_object() -> None:
@@ -432,7 +468,7 @@ def _guard_order() -> None:
 
     def guard_keys_in_order(self: Any) -> None:
         guard_keys(self)
-        if self.source:
+        if self.source and _is_ours():
             tracer = _torch.InstructionTranslator.current_tx()
             tracer.output.guard_on_key_order.add(self.source)
 
@@ -522,13 +558,13 @@ def _stay_two(left: Any, right: Any) -> None:
         apart = getattr(left, held) is not getattr(right, held)
         if apart and left.source is not None and right.source is not None:
             differ = functools.partial(_differ, other=right.source)
-            _torch.install_guard(left.source.make_guard(differ))
+            _install(left.source.make_guard(differ))
 
 
 def _is_method(variable: Any) -> bool:
-    bound = isinstance(variable, _torch.dynamo_variables.UserMethodVariable)
-    # not by getattr: a list's `value` is computed before torch 2.13, and raises
-    return bound or isinstance(vars(variable).get("value"), MethodType)
+    if isinstance(variable, _torch.UserDefinedObjectVariable):
+        return isinstance(variable.value, MethodType)
+    return isinstance(variable, _torch.dynamo_variables.UserMethodVariable)
 
 
 def _differ(builder: Any, guard: Any, other: Any) -> None:
@@ -536,10 +572,10 @@ def _differ(builder: Any, guard: Any, other: Any) -> None:
     builder.add_python_lambda_leaf_guard_to_root([code], [code])
 
 
-def _refuse(why: str) -> NoReturn:
+def _refuse(why: str) -> None:
     """End the graph here, as Dynamo does where it knows no further."""
-    _torch.dynamo_exc.unimplemented(gb_type=why, context="", explanation=why, hints=[])
-    raise AssertionError
+    if _is_ours():
+        _torch.dynamo_exc.unimplemented(gb_type=why, context="", explanation=why, hints=[])
 
 
 def _guard_what_is_missing() -> None:
@@ -589,9 +625,9 @@ def _guard_attribute(of: Any, name: str) -> None:
         return
     guard = _torch.GuardBuilder.HASATTR
     if _torch.before(2, 13):
-        _torch.install_guard(_torch.AttrSource(of.source, name).make_guard(guard))
+        _install(_torch.AttrSource(of.source, name).make_guard(guard))
     else:
-        _torch.install_guard(of.source.make_guard(functools.partial(guard, attr=name)))
+        _install(of.source.make_guard(functools.partial(guard, attr=name)))
 
 
 def _guard_names() -> None:
@@ -613,7 +649,7 @@ def _guard_names() -> None:
 
     def guard_all(self: Any) -> None:
         if self.source is not None:
-            _torch.install_guard(self.source.base.make_guard(_names_stay))
+            _install(self.source.base.make_guard(_names_stay))
 
     def guard_one(self: Any, tracer: Any, args: list) -> None:
         if self.source is not None:
@@ -637,12 +673,10 @@ _ALWAYS = ("_parameters", "_buffers", "_modules")  # of a module, whose own code
 
 def _guard_name(source: Any, held: Any, name: Any) -> None:
     if not name.is_python_constant():
-        _torch.install_guard(source.make_guard(_names_stay))
+        _install(source.make_guard(_names_stay))
     elif (name := name.as_python_constant()) not in _ALWAYS:
         there = name in getattr(held, "__dict__", {})
-        _torch.install_guard(
-            source.make_guard(functools.partial(_name_stays, name=name, there=there))
-        )
+        _install(source.make_guard(functools.partial(_name_stays, name=name, there=there)))
 
 
 def _names_stay(builder: Any, guard: Any) -> None:
@@ -667,7 +701,7 @@ def _guard_methods() -> None:
         pending = tracer.output.side_effects.has_pending_mutation_of_attr(self, name)
         if self.source is not None and not pending and _from_getattr(self.value, name):
             absent = functools.partial(_torch.GuardBuilder.NOT_PRESENT_IN_GENERIC_DICT, attr=name)
-            _torch.install_guard(self.source.make_guard(absent))
+            _install(self.source.make_guard(absent))
         found = look(self, tracer, name)
         if type(found) is _torch.dynamo_variables.UserMethodVariable and self.source is not None:
             _guard_method(self, name, found)
@@ -687,12 +721,12 @@ def _from_getattr(value: Any, name: str) -> bool:
 def _guard_method(of: Any, name: str, found: Any) -> None:
     kinds = type(of.value).__mro__
     owner = next((kind for kind in kinds if vars(kind).get(name) is found.fn), None)
-    told = owner is None or issubclass(owner, nn.Module) or owner.__module__.startswith("torch.")
-    if told or found.source_fn is None:
+    if owner and (issubclass(owner, nn.Module) or owner.__module__.startswith("torch.")):
         return
-    _torch.install_guard(found.source_fn.make_guard(_torch.GuardBuilder.CLOSURE_MATCH))
-    if owner is not kinds[0]:
-        _torch.install_guard(of.source.make_guard(functools.partial(_inherited, name=name)))
+    if found.source_fn is not None:
+        _install(found.source_fn.make_guard(_torch.GuardBuilder.CLOSURE_MATCH))
+    if owner not in (None, kinds[0]):
+        _install(of.source.make_guard(functools.partial(_inherited, name=name)))
 
 
 def _inherited(builder: Any, guard: Any, name: str) -> None:
@@ -709,7 +743,7 @@ def _guard_numbers() -> None:
     def wrap_finite(self: Any, value: float) -> Any:
         found = wrap(self, value)
         if not isinstance(found, _torch.ConstantVariable):
-            _torch.install_guard(self.source.make_guard(_finite))
+            _install(self.source.make_guard(_finite))
         return found
 
     builder.wrap_symfloat = wrap_finite
@@ -717,10 +751,11 @@ def _guard_numbers() -> None:
     symbol = _torch.dynamo_variables.SymNodeVariable
 
     def contains_numbers(items: Any, *given: Any, **options: Any) -> Any:
-        items = [
-            _torch.ConstantVariable.create(x.evaluate_expr()) if isinstance(x, symbol) else x
-            for x in map(_torch.LazyVariableTracker.realize_all, items)
-        ]
+        if _is_ours():
+            items = [
+                _torch.ConstantVariable.create(x.evaluate_expr()) if isinstance(x, symbol) else x
+                for x in map(_torch.LazyVariableTracker.realize_all, items)
+            ]
         return contains(items, *given, **options)
 
     _torch.dynamo_lists.iter_contains = _torch.dynamo_utils.iter_contains = contains_numbers
@@ -790,7 +825,7 @@ def _guard_leaves() -> None:
     def guard(tensor: Any) -> None:
         if tensor.source is not None:
             source = _torch.AttrSource(tensor.source, "is_leaf")
-            _torch.install_guard(source.make_guard(_torch.GuardBuilder.EQUALS_MATCH))
+            _install(source.make_guard(_torch.GuardBuilder.EQUALS_MATCH))
 
     def method_attr_is_leaf(self: Any, tx: Any) -> Any:
         guard(self)

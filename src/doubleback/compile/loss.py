@@ -41,6 +41,7 @@ from ..capture import (
     is_distributed,
     leaving_transforms,
     plain,
+    refuse_modes,
     remedy,
     stopped_at,
     teach,
@@ -154,6 +155,7 @@ class Compiled:
         now = time.monotonic()
         if self.refusal is None or now >= self._again:
             try:
+                refuse_modes(f"{_name(self.fn)} cannot be traced")
                 return self._through(args, kwargs)
             except CaptureError as error:
                 if self.strict:
@@ -269,6 +271,7 @@ class Compiled:
             "recompile_limit": MOST,
             "accumulated_recompile_limit": 4 * MOST,
             "fail_on_recompile_limit_hit": False,
+            "use_recursive_dict_tags_for_guards": False,  # as from 2.13 on: it skips guards
         }
         return {name: value for name, value in wanted.items() if _known(name)}
 
