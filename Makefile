@@ -52,14 +52,16 @@ test-integrations: $(STAMP)
 	@$(BIN)/python -m pytest -q tests/test_integrations.py $(ARGS)
 
 # MACE asks for e3nn 0.4 and NequIP for a newer one: two environments. SchNetPack by itself would
-# bring an older torch.
+# bring an older torch, and TorchMD-Net, which asks for another setuptools than torch does, an older
+# TorchMD-Net, built for CUDA alone.
 test-forces:
 	@for kind in mace others; do \
 	  test -x .venv-forces/$$kind/bin/python || $(PYTHON) -m venv .venv-forces/$$kind; \
 	done
 	@grep '^torch==' constraints.txt > .venv-forces/torch.txt
 	@.venv-forces/mace/bin/python -m pip install -qq --constraint .venv-forces/torch.txt --editable . pytest hypothesis mace-torch
-	@.venv-forces/others/bin/python -m pip install -qq --constraint .venv-forces/torch.txt --editable . pytest hypothesis nequip nequip-allegro torch_geometric torchmd-net
+	@.venv-forces/others/bin/python -m pip install -qq --constraint .venv-forces/torch.txt --editable . pytest hypothesis nequip nequip-allegro torch_geometric ase h5py lightning warp-lang
+	@.venv-forces/others/bin/python -m pip install -qq --no-deps 'torchmd-net>=3'
 	@.venv-forces/others/bin/python -m pip install -qq --constraint .venv-forces/torch.txt schnetpack
 	@.venv-forces/mace/bin/python -m pytest -q tests/test_forces.py -k "MACE" $(ARGS)
 	@.venv-forces/others/bin/python -m pytest -q tests/test_forces.py -k "not MACE" $(ARGS)

@@ -357,6 +357,17 @@ def memory(step: Step, batches: list[Batch], net: nn.Module, asked: dict) -> dic
 # ------------------------------------------------------------------------------ the whole run
 
 
+TOLD = 6000  # characters of what a process said before it failed
+
+
+def reason(told: str) -> str:
+    """What follows the frames of the last traceback; else the last line."""
+    lines = [x for x in told.splitlines() if x.strip()]
+    frames = [i for i, x in enumerate(lines) if x.startswith("Traceback (most recent call last)")]
+    after = (x for x in lines[frames[-1] + 1 :] if not x[0].isspace()) if frames else iter(())
+    return next(after, lines[-1].strip() if lines else "nothing said")
+
+
 class Worker:
     """One method's process, as the run sees it."""
 
@@ -385,11 +396,10 @@ class Worker:
         line = self.process.stdout.readline()
         if line:
             return json.loads(line)
-        self.process.wait()
-        # what follows the frames of the last traceback
-        told = self.error.read_text().rpartition("Traceback (most recent call last)")[2]
-        problem = next((x for x in told.splitlines()[1:] if x and not x[0].isspace()), "")
-        self.row.setdefault("failed", problem[:300] or f"exit {self.process.returncode}")
+        code = self.process.wait()
+        told = self.error.read_text()
+        self.row.setdefault("failed", f"exit {code}: {reason(told)}"[:300])
+        self.row["told"] = told[-TOLD:]
         print(f"{self.row['net']}, {self.row['method']}: {self.row['failed']}", file=sys.stderr)
         return None
 

@@ -1087,6 +1087,24 @@ def test_second_derivatives_that_cannot_be_traced(monkeypatch):
     assert len([w for w in seen if w.category is db.CaptureWarning]) == 1
 
 
+@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
+def test_sizes_that_depend_on_what_tensors_hold():
+    """Where Dynamo is told to capture them, they are symbols that no input has."""
+    net = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1))
+
+    def energy(x, mask):
+        return net(x[mask.nonzero()[:, 0]]).sum()
+
+    fast = compiled(energy)
+    with pytest.warns(db.CaptureWarning, match="a size depends on what tensors hold"):
+        for n in (5, 6, 9):
+            x, mask = torch.randn(n, 3, requires_grad=True), torch.rand(n) < 0.6
+            parameters = list(net.parameters())
+            wanted = penalty(lambda x: energy(x, mask), x, parameters)  # noqa: B023
+            found = penalty(lambda x: fast(x, mask), x, parameters)  # noqa: B023
+            assert_same(found, wanted)
+
+
 def test_a_region_that_fails_leaves_the_transforms_it_entered():
     net = nn.Linear(4, 2)
 

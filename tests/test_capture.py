@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import gc
+import os
 import random
 import types
 import warnings
@@ -16,7 +17,8 @@ import torch
 from torch import nn
 
 import doubleback as db
-from doubleback.capture import dynamo, find_graph
+from doubleback import _torch
+from doubleback.capture import dynamo, find_graph, lifting
 
 # ------------------------------------------------------------------------------ captured anew
 
@@ -794,6 +796,59 @@ def test_a_network_that_is_gone_leaves_nothing_behind():
     assert [r() for r in left] == [None] * 4
 
 
+@pytest.mark.parametrize("way", ["model", "loss", "backend"])
+def test_parameters_can_be_swapped_after_a_call(way):
+    """PyTorch refuses to swap a tensor that anything refers to weakly."""
+    net = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1)).double()
+    x = torch.randn(3, 4, dtype=torch.float64)
+
+    def loss(net):
+        y = x.clone().requires_grad_()
+        out = net(y)
+        (g,) = torch.autograd.grad(out.sum(), y, create_graph=True)
+        return out.square().mean() + g.square().sum(1).mean()
+
+    if way == "model":
+        model = db.Penalised(net, db.OutputGradient(), sweeps=True)
+        result = lambda: (lambda out, penalty: out.square().mean() + penalty)(*model(x))  # noqa: E731
+    elif way == "loss":
+        compiled = db.compile(lambda: loss(net), compiler="eager")
+        result = compiled
+    else:
+        fast = torch.compile(net, backend="doubleback", options={"compiler": "eager"})
+        result = lambda: loss(fast)  # noqa: E731
+    for _ in range(3):
+        for _ in range(2):
+            net.zero_grad()
+            result().backward()
+        found = [p.grad for p in net.parameters()]
+        net.zero_grad()
+        loss(net).backward()
+        for a, b in zip(found, [p.grad for p in net.parameters()], strict=True):
+            torch.testing.assert_close(torch.zeros_like(b) if a is None else a, b)
+        for p in net.parameters():
+            torch.utils.swap_tensors(p, nn.Parameter(torch.randn_like(p)))
+
+
+def test_what_pytorch_knows_of_an_operator_is_put_back(monkeypatch):
+    op, known = torch.ops.aten.linear.default, lifting._torch.op_implementations_dict
+    made, original = [], lifting.override_composite_implicit_decomp
+    monkeypatch.setattr(lifting, "_entries", {})
+    monkeypatch.setattr(
+        lifting, "override_composite_implicit_decomp", lambda ops: made.append(1) or original(ops)
+    )
+    before = dict(op.py_kernels), set(known)
+    for width in (4, 5):  # two networks, one set of entries
+        graph, _ = dynamo.find_graph(nn.Linear(3, width), None, (torch.randn(2, 3),), {})
+        assert [node.op for node in graph.nodes] == [op]
+        assert (dict(op.py_kernels), set(known)) == before
+    assert len(made) == 1
+    key = torch._C.DispatchKey.AutogradXLA
+    monkeypatch.setattr(op, "py_kernels", {**op.py_kernels, key: torch.nn.functional.linear})
+    graph, _ = dynamo.find_graph(nn.Linear(3, 6), None, (torch.randn(2, 3),), {})
+    assert len(made) == 2 and op.py_kernels[key] is torch.nn.functional.linear
+
+
 # ------------------------------------------------------------------- what need not be computed
 
 
@@ -956,3 +1011,53 @@ def test_copies_that_somebody_may_write_to_stay():
         )
         for mine, its in zip(got, expected, strict=True):
             torch.testing.assert_close(mine, its, rtol=1e-10, atol=1e-12)
+
+
+class Shown:
+    def __repr__(self):
+        return "shown"
+
+
+class Alike:
+    def __init__(self, number):
+        self.number = number
+
+    def __eq__(self, other):
+        return self.number == other.number
+
+    def __hash__(self):
+        return self.number
+
+
+SHOWN, KEY, TABLE = Shown(), Alike(1), {Alike(2): 1.0, Alike(1): 2.0}
+DRAWS, NUMBER = random.Random(0), np.float64(2.0)
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        lambda x: x * len(str(SHOWN)),
+        lambda x: x * (2.0 if KEY in TABLE else 3.0),
+        lambda x: x * (2.0 if SHOWN.__repr__ == KEY.__hash__ else 3.0),
+        lambda x: x * DRAWS.random(),
+        lambda x: x * (2.0 if isinstance(NUMBER, float) else 3.0),
+        lambda x: x * len(os.getenv("HOME", "")),
+    ],
+)
+def test_what_others_compile_is_read_as_before(program, monkeypatch):
+    """What the library knows better than Dynamo, or refuses, is for its own graphs: other backends
+    have as many graphs as they have without it."""
+
+    def compile():
+        torch._dynamo.reset()
+        graphs = []
+        torch.compile(
+            program, backend=lambda module, given: graphs.append(module) or module.forward
+        )(torch.ones(2))
+        return [[n.target for n in module.graph.nodes] for module in graphs]
+
+    dynamo.teach()
+    taught = compile()
+    monkeypatch.setattr(dynamo, "_is_ours", lambda: False)
+    assert compile() == taught
+    assert taught or _torch.before(2, 13)  # which has no graph of some

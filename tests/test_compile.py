@@ -1042,6 +1042,28 @@ def test_a_hook_on_what_the_loss_differentiates_by(when):
     agree(compiled(loss), loss, net.parameters(), torch.randn(4, 3))
 
 
+class Ranged(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers, self.of = nn.ModuleList(nn.Linear(4, 4) for _ in range(3)), range(3)
+
+    def forward(self, x):
+        sums = [x for _ in self.of]
+        for i in self.of:
+            sums[i] = torch.tanh(self.layers[i](x))
+        return sum(sums)
+
+
+def test_a_range_whose_ends_are_symbols():
+    """Dynamo cannot iterate over one, and so is asked for constants."""
+    net = Ranged()
+    loss = lambda x: net(x).square().sum()  # noqa: E731
+    step = db.compile(loss, compiler="eager", dynamic=True, strict=True)
+    for n in (5, 6):
+        agree(step, loss, net.parameters(), torch.randn(n, 4))
+    assert step.traces == 1
+
+
 def test_the_user_s_own_errors_come_through():
     net = mlp()
 

@@ -250,6 +250,7 @@ def test_robustness_is_drawn_from_the_numbers_of_several_runs(tmp_path, capsys, 
     assert main("--from", *files, "--out", str(tmp_path)) == 0
     record = json.loads((tmp_path / "robustness.json").read_text())
     assert len(record["rows"]) == len(example.methods()) and record["settings"]["seeds"] == [3, 4]
+    assert not record["seconds"]  # what drawing took is not what the runs did
     assert [len(record["numbers"][m.name]) for m in example.methods()] == [2] * 7
     told = [claim for claim in record["claims"] if "certified radius" in claim["text"]]
     assert [claim["seen"] for claim in told] == [False]  # no network was trained

@@ -149,6 +149,10 @@ NAMES: dict[str, tuple[str, str]] = {
         "torch.export.exported_program:_override_composite_implicit_decomp",
         "operators with a rule of their own (linear, conv2d, attention) are not taken apart",
     ),
+    "op_implementations_dict": (
+        "torch._subclasses.fake_impls:op_implementations_dict",
+        "what the former enters there is kept, and put back at the next capture",
+    ),
     "collect_all_valid_cia_ops_for_aten_namespace": (
         "torch._export.utils:_collect_all_valid_cia_ops_for_aten_namespace",
         "which of ATen's operators PyTorch would take apart",
@@ -213,6 +217,10 @@ NAMES: dict[str, tuple[str, str]] = {
     "dynamo_builder": (
         "torch._dynamo.variables.builder",
         "guards of what one object is known as, which lack some",
+    ),
+    "dynamo_guards": (
+        "torch._dynamo.guards",
+        "times the guards of each new graph, which takes a good part of a small network's capture",
     ),
     "GuardBuilder": (
         "torch._dynamo.guards:GuardBuilder",

@@ -32,7 +32,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from time import monotonic
 from types import FunctionType, MethodType, ModuleType
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -126,7 +126,7 @@ class Capture:
     def _enter(self, net: nn.Module, box: _Box, args: tuple, kwargs: dict[str, Any]) -> Any:
         _Quiet.install()
         teach()
-        boxes = _boxes()
+        boxes = _local.boxes
         boxes.append(box)
         try:
             known = len(self._compiled)
@@ -165,7 +165,7 @@ class Capture:
         self.graphs += 1
 
         def call(*inputs: Any) -> Sequence[Any]:
-            return _boxes()[-1](graph, inputs)
+            return _local.boxes[-1](graph, inputs)
 
         return torch.compiler.disable(call)
 
@@ -202,7 +202,8 @@ _SETTINGS = {
     "recompile_limit": MOST,
     "accumulated_recompile_limit": 4 * MOST,
     "fail_on_recompile_limit_hit": False,
-    "use_recursive_dict_tags_for_guards": False,  # the default from 2.13 on: it skips guards
+    "use_recursive_dict_tags_for_guards": False,  # as from 2.13 on: it skips guards
+    "invalidate_compile_context_weakrefs": True,  # parameters can be swapped
 }
 
 
@@ -254,12 +255,14 @@ class _CaptureCallback:
     def __call__(self, *frame: Any) -> Any:
         before: dict[str, Any] = {}
         with _turn:
+            captures, _local.captures = _local.captures, True
             try:
                 for name, value in self._settings().items():
                     before[name] = getattr(_torch.dynamo_config, name)
                     setattr(_torch.dynamo_config, name, value)
                 return self._torchdynamo_orig_backend(*frame)
             finally:
+                _local.captures = captures
                 try:
                     _put_back(before)
                 except BaseException:  # Ctrl-C
@@ -309,15 +312,17 @@ def _modes_off(box: _Box) -> Iterator[None]:
         yield
 
 
-_local = threading.local()
+class _Local(threading.local):
+    """Of one thread. boxes: those of its calls, the innermost last; captures: whether one of the
+    library's calls has come to a capture."""
+
+    def __init__(self) -> None:
+        self.boxes: list[_Box] = []
+        self.captures = False
+
+
+_local = _Local()
 _count = itertools.count()
-
-
-def _boxes() -> list[_Box]:
-    """The boxes of the calls that run in this thread, the innermost last."""
-    if not hasattr(_local, "boxes"):
-        _local.boxes = []
-    return _local.boxes
 
 
 def refuse_modes(what: str) -> None:
@@ -371,7 +376,7 @@ class _Quiet:
 
     @classmethod
     def start(cls, _: Any) -> None:
-        if _boxes():
+        if _local.boxes:
             cls.held.append(ExitStack())
             cls.held[-1].enter_context(warnings.catch_warnings())
             cls.held[-1].enter_context(untold())
@@ -379,7 +384,7 @@ class _Quiet:
 
     @classmethod
     def end(cls, _: Any) -> None:
-        if _boxes() and cls.held:
+        if _local.boxes and cls.held:
             cls.held.pop().close()
 
 
@@ -387,7 +392,8 @@ _taught: list[bool] = []
 
 
 def teach() -> bool:
-    """Teach Dynamo, once, what it gets wrong; whether it had not been taught."""
+    """Teach Dynamo, once, what it gets wrong; whether it had not been taught. What others compile
+    it reads as before."""
     if _taught:
         return False
     _taught.append(True)
@@ -404,11 +410,33 @@ def teach() -> bool:
     _torch.BuiltinVariable.call_function_handler_cache.clear()  # which knows what was there before
     # Dynamo guards nothing that the standard library reads, such as the environment in os.getenv
     of_the_library = _torch.symbolic_convert.is_stdlib
-    _torch.symbolic_convert.is_stdlib = lambda module: module is not os and of_the_library(module)
+    _torch.symbolic_convert.is_stdlib = lambda module: (
+        of_the_library(module) and not (module is os and _is_ours())
+    )
     # of a `random.Random` it keeps the numbers that it draws while it reads
-    _torch.RandomVariable.is_supported_random_obj = staticmethod(lambda _: False)
+    known = _torch.RandomVariable.is_supported_random_obj
+    _torch.RandomVariable.is_supported_random_obj = staticmethod(
+        lambda item: known(item) and not _is_ours()
+    )
     _forget_tangents_of_views()
+    _time_no_guards()
     return True
+
+
+def _is_ours() -> bool:
+    """Whether Dynamo reads code for one of this library's graphs."""
+    try:
+        receiver: Any = _torch.InstructionTranslator.current_tx().output.compiler_fn
+    except AttributeError:  # it reads nothing
+        return False
+    for name in ("_torchdynamo_orig_backend", "compiler_fn", "func"):
+        receiver = getattr(receiver, name, receiver)
+    return str(getattr(receiver, "__module__", "")).startswith("doubleback.")
+
+
+def _install(guard: Any) -> None:
+    if _is_ours():
+        _torch.install_guard(guard)
 
 
 def _guard_one_object() -> None:
@@ -446,7 +474,7 @@ def _guard_order() -> None:
 
     def guard_keys_in_order(self: Any) -> None:
         guard_keys(self)
-        if self.source:
+        if self.source and _is_ours():
             tracer = _torch.InstructionTranslator.current_tx()
             tracer.output.guard_on_key_order.add(self.source)
 
@@ -536,7 +564,7 @@ def _stay_two(left: Any, right: Any) -> None:
         apart = getattr(left, held) is not getattr(right, held)
         if apart and left.source is not None and right.source is not None:
             differ = functools.partial(_differ, other=right.source)
-            _torch.install_guard(left.source.make_guard(differ))
+            _install(left.source.make_guard(differ))
 
 
 def _is_method(variable: Any) -> bool:
@@ -550,10 +578,10 @@ def _differ(builder: Any, guard: Any, other: Any) -> None:
     builder.add_python_lambda_leaf_guard_to_root([code], [code])
 
 
-def _refuse(why: str) -> NoReturn:
+def _refuse(why: str) -> None:
     """End the graph here, as Dynamo does where it knows no further."""
-    _torch.dynamo_exc.unimplemented(gb_type=why, context="", explanation=why, hints=[])
-    raise AssertionError
+    if _is_ours():
+        _torch.dynamo_exc.unimplemented(gb_type=why, context="", explanation=why, hints=[])
 
 
 def _guard_what_is_missing() -> None:
@@ -603,9 +631,9 @@ def _guard_attribute(of: Any, name: str) -> None:
         return
     guard = _torch.GuardBuilder.HASATTR
     if _torch.before(2, 13):
-        _torch.install_guard(_torch.AttrSource(of.source, name).make_guard(guard))
+        _install(_torch.AttrSource(of.source, name).make_guard(guard))
     else:
-        _torch.install_guard(of.source.make_guard(functools.partial(guard, attr=name)))
+        _install(of.source.make_guard(functools.partial(guard, attr=name)))
 
 
 def _guard_names() -> None:
@@ -627,7 +655,7 @@ def _guard_names() -> None:
 
     def guard_all(self: Any) -> None:
         if self.source is not None:
-            _torch.install_guard(self.source.base.make_guard(_names_stay))
+            _install(self.source.base.make_guard(_names_stay))
 
     def guard_one(self: Any, tracer: Any, args: list) -> None:
         if self.source is not None:
@@ -651,12 +679,10 @@ _ALWAYS = ("_parameters", "_buffers", "_modules")  # of a module, whose own code
 
 def _guard_name(source: Any, held: Any, name: Any) -> None:
     if not name.is_python_constant():
-        _torch.install_guard(source.make_guard(_names_stay))
+        _install(source.make_guard(_names_stay))
     elif (name := name.as_python_constant()) not in _ALWAYS:
         there = name in getattr(held, "__dict__", {})
-        _torch.install_guard(
-            source.make_guard(functools.partial(_name_stays, name=name, there=there))
-        )
+        _install(source.make_guard(functools.partial(_name_stays, name=name, there=there)))
 
 
 def _names_stay(builder: Any, guard: Any) -> None:
@@ -681,7 +707,7 @@ def _guard_methods() -> None:
         pending = tracer.output.side_effects.has_pending_mutation_of_attr(self, name)
         if self.source is not None and not pending and _from_getattr(self.value, name):
             absent = functools.partial(_torch.GuardBuilder.NOT_PRESENT_IN_GENERIC_DICT, attr=name)
-            _torch.install_guard(self.source.make_guard(absent))
+            _install(self.source.make_guard(absent))
         found = look(self, tracer, name)
         if type(found) is _torch.dynamo_variables.UserMethodVariable and self.source is not None:
             _guard_method(self, name, found)
@@ -704,9 +730,9 @@ def _guard_method(of: Any, name: str, found: Any) -> None:
     if owner and (issubclass(owner, nn.Module) or owner.__module__.startswith("torch.")):
         return
     if found.source_fn is not None:
-        _torch.install_guard(found.source_fn.make_guard(_torch.GuardBuilder.CLOSURE_MATCH))
+        _install(found.source_fn.make_guard(_torch.GuardBuilder.CLOSURE_MATCH))
     if owner not in (None, kinds[0]):
-        _torch.install_guard(of.source.make_guard(functools.partial(_inherited, name=name)))
+        _install(of.source.make_guard(functools.partial(_inherited, name=name)))
 
 
 def _inherited(builder: Any, guard: Any, name: str) -> None:
@@ -723,7 +749,7 @@ def _guard_numbers() -> None:
     def wrap_finite(self: Any, value: float) -> Any:
         found = wrap(self, value)
         if not isinstance(found, _torch.ConstantVariable):
-            _torch.install_guard(self.source.make_guard(_finite))
+            _install(self.source.make_guard(_finite))
         return found
 
     builder.wrap_symfloat = wrap_finite
@@ -731,10 +757,11 @@ def _guard_numbers() -> None:
     symbol = _torch.dynamo_variables.SymNodeVariable
 
     def contains_numbers(items: Any, *given: Any, **options: Any) -> Any:
-        items = [
-            _torch.ConstantVariable.create(x.evaluate_expr()) if isinstance(x, symbol) else x
-            for x in map(_torch.LazyVariableTracker.realize_all, items)
-        ]
+        if _is_ours():
+            items = [
+                _torch.ConstantVariable.create(x.evaluate_expr()) if isinstance(x, symbol) else x
+                for x in map(_torch.LazyVariableTracker.realize_all, items)
+            ]
         return contains(items, *given, **options)
 
     _torch.dynamo_lists.iter_contains = _torch.dynamo_utils.iter_contains = contains_numbers
@@ -804,7 +831,7 @@ def _guard_leaves() -> None:
     def guard(tensor: Any) -> None:
         if tensor.source is not None:
             source = _torch.AttrSource(tensor.source, "is_leaf")
-            _torch.install_guard(source.make_guard(_torch.GuardBuilder.EQUALS_MATCH))
+            _install(source.make_guard(_torch.GuardBuilder.EQUALS_MATCH))
 
     def method_attr_is_leaf(self: Any, tx: Any) -> Any:
         guard(self)
@@ -831,6 +858,18 @@ def _forget_tangents_of_views() -> None:
 
     mode._validate_cache_key = validate_key
     mode.cache_clear()
+
+
+def _time_no_guards() -> None:
+    """Of each new graph it notes how long its guards take, and empties the processor's caches to
+    measure it, which is a good part of a small network's capture."""
+    guards: Any = _torch.dynamo_guards
+    original = guards.profile_guard_manager
+
+    def profile_guard_manager(*given: Any) -> float:
+        return 0.0 if _local.captures else original(*given)
+
+    guards.profile_guard_manager = profile_guard_manager
 
 
 class _Escape(Exception):

@@ -16,9 +16,9 @@ import itertools
 import math
 import operator
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from types import FunctionType
 from typing import Any
@@ -108,9 +108,8 @@ def lift(module: torch.fx.GraphModule, given: Sequence[Any]) -> Graph:
             return [_torch.from_fun(t) for t in (*results, *updates)]
 
     whole, parts = _decompositions(_casts(module))
-    composites = override_composite_implicit_decomp(whole)
     with (
-        _torch.compile_lock, torch.enable_grad(), composites, _own_kernels_only(),
+        _torch.compile_lock, torch.enable_grad(), _kept(whole), _own_kernels_only(),
         saving_hooks_off(),
     ):  # fmt: skip
         trace = make_fx(run, parts, tracing_mode="symbolic", record_module_stack=True)
@@ -120,6 +119,59 @@ def lift(module: torch.fx.GraphModule, given: Sequence[Any]) -> Graph:
     names = [_name(n) for n in placeholders]
     graph = _Converter(flat, names).graph(written, marked, trained)
     return replace(graph, returned=returned, asserted=tuple(asserted))
+
+
+@dataclass(frozen=True)
+class _KeptWhole:
+    """What PyTorch's tables hold of an operator, and what they hold while it is kept whole: its
+    kernels in Python, and what becomes of tensors without numbers."""
+
+    op: Any
+    before: dict[Any, Any]
+    kernels: dict[Any, Any]
+    on_fakes: Callable | None
+
+    def enter(self) -> None:
+        self._set(self.kernels)
+        if self.on_fakes is not None:
+            _torch.op_implementations_dict[self.op] = self.on_fakes
+
+    def leave(self) -> None:
+        self._set(self.before)
+        if self.on_fakes is not None:
+            _torch.op_implementations_dict.pop(self.op, None)
+
+    def _set(self, kernels: Mapping[Any, Any]) -> None:
+        self.op.py_kernels.clear()
+        self.op.py_kernels.update(kernels)
+        self.op._dispatch_cache.clear()
+
+
+_entries: dict[frozenset, list[_KeptWhole]] = {}
+
+
+@contextmanager
+def _kept(whole: Mapping[Any, Callable]) -> Iterator[None]:
+    """Inside, these composite operators become what `whole` says. PyTorch makes the entries for
+    that once: it takes it as long as all else that there is to the lifting of a small network."""
+    key, known = frozenset(whole), _torch.op_implementations_dict
+    entries = _entries.get(key)
+    if entries is None or any(entry.op.py_kernels != entry.before for entry in entries):
+        before = {op: dict(op.py_kernels) for op in whole}
+        ours = {op for op in whole if op not in known}
+        with override_composite_implicit_decomp(dict(whole)):
+            entries = [
+                _KeptWhole(op, before[op], dict(op.py_kernels), known[op] if op in ours else None)
+                for op in whole
+            ]
+        _entries[key] = entries
+    try:
+        for entry in entries:
+            entry.enter()
+        yield
+    finally:
+        for entry in entries:
+            entry.leave()
 
 
 @contextmanager

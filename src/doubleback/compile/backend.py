@@ -14,7 +14,7 @@ import importlib.util
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -820,10 +820,13 @@ class RegionBackward(torch.autograd.Function):
 
 @contextmanager
 def _plainly() -> Iterator[None]:
-    """Whatever goes wrong while a region is looked at, as a `CaptureError`."""
+    """Whatever goes wrong while a region is looked at, as a `CaptureError`. Sizes that depend on
+    numbers get new symbols at each look; those are thrown away."""
     handled = sys.exception()
+    context = _torch.TracingContext.try_get()
+    sizes = getattr(getattr(context, "fake_mode", None), "shape_env", None)
     try:
-        with saving_hooks_off():
+        with saving_hooks_off(), sizes.ignore_fresh_unbacked_symbols() if sizes else nullcontext():
             yield
     except CaptureError:
         raise

@@ -188,17 +188,23 @@ class Compiled:
         """The call by graphs, raising `CaptureError` where there can be none.
 
         Dynamo looks at fn without the library's derivatives first, which few functions need for
-        that, and makes symbols of Python's numbers that change, which few operators do not take.
+        that, and makes symbols of Python's numbers that change, which it cannot do everything with
+        (iterate over a range up to one), nor can all operators.
         """
         try:
             return self._enter(args, kwargs)
         except _Refusal as refusal:
             lacking = refusal.lacking and supported(torch.__version__)
-            if not lacking and (self._constants or not refusal.late):
+            if not lacking and self._constants:
                 raise
-        with patched() if lacking else nullcontext():
-            self._constants = self._constants or not lacking
-            return self._enter(args, kwargs)
+        before = self._constants
+        try:
+            with patched() if lacking else nullcontext():
+                self._constants = before or not lacking
+                return self._enter(args, kwargs)
+        except _Refusal:
+            self._constants = before
+            raise
 
     def _enter(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         """One attempt: by the graph that fits, which Dynamo captures where there is none yet."""
@@ -271,7 +277,8 @@ class Compiled:
             "recompile_limit": MOST,
             "accumulated_recompile_limit": 4 * MOST,
             "fail_on_recompile_limit_hit": False,
-            "use_recursive_dict_tags_for_guards": False,  # the default from 2.13 on: skips guards
+            "use_recursive_dict_tags_for_guards": False,  # as from 2.13 on: it skips guards
+            "invalidate_compile_context_weakrefs": True,  # parameters can be swapped
         }
         return {name: value for name, value in wanted.items() if _known(name)}
 
@@ -729,12 +736,11 @@ def _name(fn: Any) -> str:
 class _Refusal(CaptureError):
     """Why a function is not one graph: the cause, its line, a remedy.
 
-    lacking: PyTorch has no such derivative; late: Dynamo had a graph of it.
+    lacking: PyTorch has no such derivative.
     """
 
     def __init__(self, fn: Any, error: BaseException) -> None:
         self.lacking = "derivative" in str(error)
-        self.late = isinstance(error, _torch.BackendCompilerFailed)
         super().__init__(
             f"{_name(fn)} cannot be traced as one graph: {first_line(error)}"
             f"{stopped_at(error)}{remedy(str(error), _REMEDIES)}"

@@ -424,9 +424,12 @@ def bare(t: Any) -> Any:
 
 
 def _copied(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
-    """The same graph once more: Inductor changes the one that it is given."""
+    """The same graph once more: Inductor changes the one that it is given. Without what Dynamo
+    notes of the inputs, which refers to the caller's tensors, so that none could be swapped."""
     graph = torch.fx.Graph()
     graph.output(graph.graph_copy(module.graph, {}))
+    for node in graph.nodes:
+        node.meta.pop("grapharg", None)
     return torch.fx.GraphModule(module, graph)
 
 

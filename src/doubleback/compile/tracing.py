@@ -310,7 +310,7 @@ class Stages:
         self.stand = stand = StandIns(code, numbers)
         self.trained = [i for i, on in enumerate(code.required) if on]
         self._behind: list[list[frozenset[int] | None]]
-        with stand.fakes:
+        with stand.fakes, stand.env.ignore_fresh_unbacked_symbols():
             self.layout: Layout = look(code, stand.inputs, stand.draws)
             with torch.enable_grad():
                 self.outputs = self._examples()
@@ -432,6 +432,8 @@ class Stages:
         fuse = for_compiler() if inductor else nullcontext()
         with _torch.compile_lock, torch.enable_grad(), patched_where_known(), fuse:
             flat = trace(*inputs, *along, *across, *last, *only)
+        if any("unbacked_bindings" in n.meta for n in flat.graph.nodes):
+            raise CaptureError("a size depends on what tensors hold")
         random = [n for n in flat.graph.nodes if is_random(n.target, n.args, n.kwargs)]
         if random:
             raise CaptureError(f"{random[0].target} draws random numbers in a derivative")
