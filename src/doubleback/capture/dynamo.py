@@ -37,7 +37,6 @@ from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import nn
-from torch.utils._device import DeviceContext
 
 from .. import _torch
 from ..errors import CaptureError, InputError, let_through, untold, warn
@@ -328,7 +327,7 @@ _count = itertools.count()
 def refuse_modes(what: str) -> None:
     """A mode of the caller's that changes what PyTorch's functions return would do so as Dynamo
     reads them, and once more where they are traced and run."""
-    modes = [m for m in _torch.get_function_modes() if not isinstance(m, DeviceContext)]
+    modes = [m for m in _torch.get_function_modes() if not isinstance(m, _torch.DeviceContext)]
     if modes:
         raise CaptureError(
             f"{what} while {type(modes[-1]).__name__} is active: as a TorchFunctionMode it would "
