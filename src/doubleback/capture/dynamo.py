@@ -933,6 +933,9 @@ _REMEDIES = (
     (r"ao.quantization|FakeQuantize|Observer",
      "none: quantisation observes in Python what no graph holds; sweeps=False says that autograd "
      "is meant"),
+    (r"transform of torch\.func",
+     "write it on batches, or compile the whole loss (db.compile); sweeps=False says that autograd "
+     "is meant"),
     (r"hook", "remove the hook while training with a penalty"),
     (r"DistributedDataParallel|DDP", "wrap the other way round: DDP(Penalised(net))"),
     (r"sparse Tensor", "multiply by indices and values (index_add), or with a dense tensor"),
