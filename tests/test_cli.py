@@ -334,6 +334,17 @@ def test_the_report_says_what_was_measured(demo):
     assert '+ model = db.Penalised(net, db.LossGradient("cross_entropy"))' in told
 
 
+def test_what_is_measured_in_parts_is_that_of_the_whole(monkeypatch):
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))
+    x, y = torch.rand(7, 1, 8, 8), torch.arange(7)
+    whole = demo_command.measure(net, x, y)
+    assert {len(whole[attack]) for attack in ("FGSM", "PGD")} == {len(demo_command.SIZES)}
+    monkeypatch.setattr(demo_command, "AT_ONCE", 3 * 64)
+    for name, value in demo_command.measure(net, x, y).items():
+        assert value == pytest.approx(whole[name]), name
+
+
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="about glibc's malloc")
 def test_a_steps_memory_stays_with_the_process():
     """Or each step asks for every page of it again."""

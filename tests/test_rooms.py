@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from doubleback.kernels.pointwise import TABLE as SECOND_DERIVATIVES
 from tools.draw_rooms import DRAWING, ORDER, ROOT, Import, draw, imports, modules
 
 BOOK = DRAWING.with_name("architecture.md")
@@ -62,6 +63,31 @@ def cycle(found: list[Import]) -> list[tuple[str, ...]]:
 def test_doors():
     known = modules()
     assert not [str(found) for found in own_imports() if through_a_wall(found, known)]
+
+
+def test_nobody_is_let_through_a_door_for_nothing():
+    """What a room's `__init__` imports is used by itself, in another room, or by tests; a public
+    room's is for users."""
+    texts = {path: path.read_text() for path in (*modules().values(), *TESTS)}
+    idle = []
+    for door in {path for path in modules().values() if path.name == "__init__.py"}:
+        room = door.parent.name
+        if room in ("doubleback", "landscape"):
+            continue
+        code = [node for node in parsed(door).body if "__all__" not in ast.unparse(node)]
+        imports = [n for n in code if isinstance(n, ast.ImportFrom) and n.level == 1]
+        users = [ast.unparse(node) for node in code if node not in imports]
+        users += [text for path, text in texts.items() if door.parent not in path.parents]
+        words = set(re.findall(r"\w+", "".join(users)))
+        names = {alias.asname or alias.name for node in imports for alias in node.names}
+        idle += [f"{room}.{name}" for name in names - words]
+    assert not idle
+
+
+def test_every_fused_second_derivative_has_a_rule():
+    rooms = [ROOT / "rules", ROOT / "patch"]
+    texts = "".join(path.read_text() for room in rooms for path in room.glob("*.py"))
+    assert not [name for name in SECOND_DERIVATIVES if f'"{name}"' not in texts]
 
 
 def test_order():

@@ -239,7 +239,7 @@ def _add_demo(parser: argparse.ArgumentParser) -> None:
         ("--net", str, "NAME",
          f"{', '.join(NETS)}, or package.module:factory; default: %(default)s"),
         ("--weight", _weight, "λ", "of every penalty; default: one for each"),
-        ("--epochs", _count, "N", "default: 16 for the digits, 1 for --data"),
+        ("--epochs", _count, "N", "default: 16 for the digits, fewer for more images"),
         ("--data", str, "SOURCE", "digits (default) or mnist-idx:FOLDER"),
         ("--seconds", _weight, "T", "for each penalty's timing"),
         ("--out", str, "FOLDER", "for the report, default: %(default)s"),
