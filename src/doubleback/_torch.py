@@ -75,10 +75,6 @@ NAMES: dict[str, tuple[str, str]] = {
         "torch.overrides:_get_current_function_mode_stack",
         "a caller's modes change what functions return: traced and run, they would do so twice",
     ),
-    "DeviceContext": (
-        "torch.utils._device:DeviceContext",
-        "the one mode of these that Dynamo knows: a default device",
-    ),
     "len_torch_dispatch_stack": (
         "torch._C:_len_torch_dispatch_stack",
         "whether any mode watches: only then does a kernel go through the dispatcher",
