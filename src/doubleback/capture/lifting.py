@@ -45,6 +45,7 @@ from .._torch import (
 from ..errors import CaptureError
 from ..graph import Graph, Meta, Node, Ref, Size, draws, leaves, saving_hooks_off, shares
 from ..rules import registered, stop_gradient
+from .arguments import no_output
 
 aten = torch.ops.aten
 
@@ -54,6 +55,8 @@ _library.define("mark(Tensor x) -> Tensor")
 _library.impl("mark", lambda x: x.clone(), "CompositeExplicitAutograd")
 mark = torch.ops.doubleback.mark.default
 """Put around a result, so that it is found in Dynamo's graph; never run."""
+_library.define("missing(Tensor x, str[] names) -> Tensor")
+_library.impl("missing", lambda x, names: x.clone(), "CompositeExplicitAutograd")
 
 
 def lift(module: torch.fx.GraphModule, given: Sequence[Any]) -> Graph:
@@ -184,6 +187,15 @@ def _take_marks(module: torch.fx.GraphModule) -> list[int]:
         module.graph.erase_node(node)
     module.recompile()
     return places
+
+
+def refuse_missing(module: torch.fx.GraphModule, choice: Any) -> None:
+    """Raise where the result has no such output, before anything has run; its results are marked
+    with the names that it has."""
+    op = torch.ops.doubleback.missing
+    for node in module.graph.nodes:
+        if node.target in (op, op.default):
+            raise no_output(choice, node.args[1])
 
 
 def assigns_data(module: torch.fx.GraphModule) -> bool:
