@@ -51,7 +51,8 @@ def sentence(name: str) -> str:
 def section(name: str) -> str:
     """The default run, and below it others of which there is a record."""
     found = [f"## {name}\n\n{sentence(name)}\n\n{_told(name, name)}"]
-    others = {"mnist": " on MNIST", "race": ": the race", "race-mnist": ": the race on MNIST"}
+    others = {"full": ", the full size", "mnist": " on MNIST", "race": ": the race",
+              "race-mnist": ": the race on MNIST"}  # fmt: skip
     for more, words in others.items():
         path = GALLERY / f"{name}-{more}.json"
         if path.is_file():

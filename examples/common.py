@@ -272,11 +272,12 @@ def main(
         start, busy = time.perf_counter(), time.process_time()
         report = run(arguments)
         if report is not None and where is not None:
-            report.seconds = {
-                "passed": round(time.perf_counter() - start),
-                "processor": round(time.process_time() - busy),
-                "cores": os.cpu_count() or 1,
-            }
+            if not getattr(arguments, "source", None):  # numbers of earlier runs were drawn only
+                report.seconds = {
+                    "passed": round(time.perf_counter() - start),
+                    "processor": round(time.process_time() - busy),
+                    "cores": os.cpu_count() or 1,
+                }
             settings = report.settings or _given(arguments)
             mnist = settings.get("data", "digits") != "digits"  # beside the record of the default
             parts = (name, report.name, "mnist" if mnist else "")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import gc
+import os
 import random
 import types
 import warnings
@@ -16,6 +17,7 @@ import torch
 from torch import nn
 
 import doubleback as db
+from doubleback import _torch
 from doubleback.capture import dynamo, find_graph, lifting
 
 # ------------------------------------------------------------------------------ captured anew
@@ -1041,3 +1043,53 @@ def test_copies_that_somebody_may_write_to_stay():
         )
         for mine, its in zip(got, expected, strict=True):
             torch.testing.assert_close(mine, its, rtol=1e-10, atol=1e-12)
+
+
+class Shown:
+    def __repr__(self):
+        return "shown"
+
+
+class Alike:
+    def __init__(self, number):
+        self.number = number
+
+    def __eq__(self, other):
+        return self.number == other.number
+
+    def __hash__(self):
+        return self.number
+
+
+SHOWN, KEY, TABLE = Shown(), Alike(1), {Alike(2): 1.0, Alike(1): 2.0}
+DRAWS, NUMBER = random.Random(0), np.float64(2.0)
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        lambda x: x * len(str(SHOWN)),
+        lambda x: x * (2.0 if KEY in TABLE else 3.0),
+        lambda x: x * (2.0 if SHOWN.__repr__ == KEY.__hash__ else 3.0),
+        lambda x: x * DRAWS.random(),
+        lambda x: x * (2.0 if isinstance(NUMBER, float) else 3.0),
+        lambda x: x * len(os.getenv("HOME", "")),
+    ],
+)
+def test_what_others_compile_is_read_as_before(program, monkeypatch):
+    """What the library knows better than Dynamo, or refuses, is for its own graphs: other backends
+    have as many graphs as they have without it."""
+
+    def compile():
+        torch._dynamo.reset()
+        graphs = []
+        torch.compile(
+            program, backend=lambda module, given: graphs.append(module) or module.forward
+        )(torch.ones(2))
+        return [[n.target for n in module.graph.nodes] for module in graphs]
+
+    dynamo.teach()
+    taught = compile()
+    monkeypatch.setattr(dynamo, "_is_ours", lambda: False)
+    assert compile() == taught
+    assert taught or _torch.before(2, 13)  # which has no graph of some

@@ -10,6 +10,7 @@ import importlib.util
 import io
 import json
 import os
+import platform
 import struct
 import subprocess
 import sys
@@ -333,6 +334,32 @@ def test_the_report_says_what_was_measured(demo):
     assert '+ model = db.Penalised(net, db.LossGradient("cross_entropy"))' in told
 
 
+def test_what_is_measured_in_parts_is_that_of_the_whole(monkeypatch):
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))
+    x, y = torch.rand(7, 1, 8, 8), torch.arange(7)
+    whole = demo_command.measure(net, x, y)
+    assert {len(whole[attack]) for attack in ("FGSM", "PGD")} == {len(demo_command.SIZES)}
+    monkeypatch.setattr(demo_command, "AT_ONCE", 3 * 64)
+    for name, value in demo_command.measure(net, x, y).items():
+        assert value == pytest.approx(whole[name]), name
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="about glibc's malloc")
+def test_a_steps_memory_stays_with_the_process():
+    """Or each step asks for every page of it again."""
+    import resource
+
+    def step():
+        return len([torch.ones(2 << 18) for _ in range(16)])  # of 2 MiB each
+
+    shared.keep_memory()
+    step()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    step()
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 4096  # of 8192 pages
+
+
 def test_attacks_stay_in_their_ball_and_raise_the_loss():
     torch.manual_seed(0)
     net = shared.network("mlp", (1, 8, 8), 0)
@@ -593,6 +620,8 @@ def test_completions_are_those_of_the_commands(capsys, tmp_path):
     assert offered("doubleback", "de") == ["demo"]
     assert offered("doubleback", "check", "--pen") == ["--penalty"]
     assert offered("doubleback", "check", "--penalty", "spec") == ["spectral-norm"]
+    assert offered("doubleback", "demo", "--net", "") == list(shared.NETS)
+    assert offered("doubleback", "bench", "--penalty", "") == list(demo_command.PENALTIES)
     assert "zsh" in offered("doubleback", "completion", "")
     for shell in ("zsh", "fish"):
         assert _run("completion", shell) == 0

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import doubleback as db
+from doubleback import _torch
 
 TOLERANCE = 1e-10
 
@@ -351,6 +352,42 @@ def test_inductor_with_open_sizes():
     for size in (7, 12, 5):
         agree(step, loss, net.parameters(), torch.rand(size, 2))
     assert step.traces == 1
+
+
+def test_inductor_takes_options(monkeypatch):
+    """Those of a mode too, but for CUDA graphs; its wrapper in C++ serves open sizes as well."""
+    seen, original = [], _torch.compile_fx
+
+    def noted(*args, config_patches, **kwargs):
+        seen.append(config_patches)
+        return original(*args, config_patches=config_patches, **kwargs)
+
+    monkeypatch.setattr(_torch, "compile_fx", noted)
+    net = mlp(2, 4)
+    loss = poisson(net)
+    options = {"cpp-wrapper": True, "epilogue_fusion": False}
+    step = compiled(loss, compiler="inductor", mode="max-autotune", options=options, dynamic=True)
+    step = copy.copy(step)  # which keeps them
+    for size in (7, 12):
+        agree(step, loss, net.parameters(), torch.rand(size, 2))
+    (taken,) = seen
+    assert taken["cpp_wrapper"] and not taken["epilogue_fusion"] and taken["max_autotune"]
+    assert taken["triton.cudagraphs"] is False
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"mode": "reduce-overhead"}, "without CUDA graphs"),
+        ({"options": {"triton.cudagraphs": True}}, "without CUDA graphs"),
+        ({"mode": "fastest"}, "mode must be one of default, .*max-autotune"),
+        ({"options": {"cpp_wraper": True}}, "no option 'cpp_wraper'; did you mean 'cpp_wrapper'"),
+        ({"options": {"cpp_wrapper": True}, "compiler": "eager"}, "alone"),
+    ],
+)
+def test_options_that_inductor_cannot_take(options, message):
+    with pytest.raises(db.InputError, match=message):
+        db.compile(lambda x: x.sum(), **options)
 
 
 # ---------------------------------------------------------------------------- nothing stale

@@ -3,7 +3,9 @@
 import gzip
 import importlib
 import json
+import runpy
 import struct
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -57,7 +59,8 @@ def test_few_examples_says_plainly_what_was_found(gain, seen):
     double = [error - gain + 0.004 * (-1) ** seed for seed, error in enumerate(plain)]
     curve = {0.0: 0.08, **{w: 0.08 for w in example.WEIGHTS}}
     found = {
-        "curve": curve, "weight": 0.01, "plain": plain, "double": double, "slopes": [[1.0], [0.5]],
+        "curve": curve, "tuning": 9, "weight": 0.01, "plain": plain, "double": double,
+        "slopes": [[1.0], [0.5]],
     }  # fmt: skip
     report = example.report(found, "made up")
     common.plt.close(report.figure)
@@ -247,6 +250,7 @@ def test_robustness_is_drawn_from_the_numbers_of_several_runs(tmp_path, capsys, 
     assert main("--from", *files, "--out", str(tmp_path)) == 0
     record = json.loads((tmp_path / "robustness.json").read_text())
     assert len(record["rows"]) == len(example.methods()) and record["settings"]["seeds"] == [3, 4]
+    assert not record["seconds"]  # what drawing took is not what the runs did
     assert [len(record["numbers"][m.name]) for m in example.methods()] == [2] * 7
     told = [claim for claim in record["claims"] if "certified radius" in claim["text"]]
     assert [claim["seen"] for claim in told] == [False]  # no network was trained
@@ -632,6 +636,15 @@ def test_inverse_problem():
     assert found.ssim["adversarial, H¹"] > found.ssim["naive"] + 0.1
 
 
+@pytest.mark.long
+def test_inverse_problem_surpasses_total_variation():
+    """Trained longer, on another seed than the gallery's."""
+    example = script("inverse_problem")
+    for problem in (example.denoising(), example.tomography()):
+        found = example.experiment(problem, {"L²": None}, 500, 6, 1, CPU).psnr
+        assert found["adversarial, L²"] > found["total variation"]
+
+
 def test_inverse_problem_operators():
     """Adjoints by the dot test, projections keep the mass, and filtered back-projection inverts."""
     example = script("inverse_problem")
@@ -649,6 +662,21 @@ def test_inverse_problem_operators():
     assert example.psnr(problem.naive(sinogram), truth).min() > 22
     gram = problem.adjoint(problem.forward(x)).flatten(1).norm(dim=1) / x.flatten(1).norm(dim=1)
     assert (gram <= problem.size * 1.001).all()
+
+
+def test_total_variation_is_brought_to_its_minimum():
+    """Projections are far larger than differences, which must not slow it down: twice as many steps
+    lower the functional by less than a thousandth."""
+    example = script("inverse_problem")
+    problem, generator = example.tomography(), torch.Generator().manual_seed(0)
+    y = problem.measure(example.images(1, generator), generator)
+
+    def functional(x):
+        variation = example.difference(x).norm(dim=1).sum()
+        return (problem.forward(x) - y).square().sum() / 2 + 1.4 * variation
+
+    found, longer = (functional(example.total_variation(problem, y, 1.4, n)) for n in (100, 200))
+    assert longer <= found < 1.001 * longer
 
 
 def test_inverse_problem_measures():
@@ -779,12 +807,32 @@ def test_bad_input_is_one_line(case, tmp_path, capsys):
     assert printed.err.count("\n") == 1 and said in printed.err
 
 
+def command(name: str, monkeypatch, *given: str) -> int | str | None:
+    """The exit status of `python -m examples.NAME …`."""
+    monkeypatch.setattr("sys.argv", [name, *given])
+    with pytest.raises(SystemExit) as ended, warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # imported by another test before
+        runpy.run_module(f"examples.{name}", run_name="__main__")
+    return ended.value.code
+
+
 @pytest.mark.parametrize("name", NAMES)
-def test_every_example_refuses_a_device_that_is_not_there(name, tmp_path, capsys):
-    given = ["--device", "cuda:99", "--out", str(tmp_path)]
-    assert common.main(name, "", script(name).run, given) == 2
+def test_every_example_refuses_a_device_that_is_not_there(name, tmp_path, capsys, monkeypatch):
+    where = "cuda:99" if torch.cuda.is_available() else "cuda"
+    assert command(name, monkeypatch, "--device", where, "--out", str(tmp_path)) == 2
     printed = capsys.readouterr()
     assert not printed.out and printed.err.count("\n") == 1 and "CUDA" in printed.err
+
+
+@pytest.mark.parametrize("case", ["missing", "truncated", "cut"])
+def test_every_example_with_data_refuses_bad_data(case, tmp_path, capsys, monkeypatch):
+    given, said = bad_input(tmp_path)[case]
+    given = [*given, "--out", str(tmp_path / "out")]
+    for name in ("contractive_autoencoder", "few_examples", "right_reasons", "robustness"):
+        assert command(name, monkeypatch, *given) == 2
+        printed = capsys.readouterr()
+        assert not printed.out and printed.err.count("\n") == 1
+        assert printed.err.startswith(f"examples.{name}: ") and said in printed.err
 
 
 def test_a_report_is_printed_and_written(tmp_path, capsys):

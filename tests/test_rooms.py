@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from doubleback.kernels.pointwise import TABLE as SECOND_DERIVATIVES
 from tools.draw_rooms import DRAWING, ORDER, ROOT, Import, draw, imports, modules
 
 BOOK = DRAWING.with_name("architecture.md")
@@ -64,6 +65,31 @@ def test_doors():
     assert not [str(found) for found in own_imports() if through_a_wall(found, known)]
 
 
+def test_nobody_is_let_through_a_door_for_nothing():
+    """What a room's `__init__` imports is used by itself, in another room, or by tests; a public
+    room's is for users."""
+    texts = {path: path.read_text() for path in (*modules().values(), *TESTS)}
+    idle = []
+    for door in {path for path in modules().values() if path.name == "__init__.py"}:
+        room = door.parent.name
+        if room in ("doubleback", "landscape"):
+            continue
+        code = [node for node in parsed(door).body if "__all__" not in ast.unparse(node)]
+        imports = [n for n in code if isinstance(n, ast.ImportFrom) and n.level == 1]
+        users = [ast.unparse(node) for node in code if node not in imports]
+        users += [text for path, text in texts.items() if door.parent not in path.parents]
+        words = set(re.findall(r"\w+", "".join(users)))
+        names = {alias.asname or alias.name for node in imports for alias in node.names}
+        idle += [f"{room}.{name}" for name in names - words]
+    assert not idle
+
+
+def test_every_fused_second_derivative_has_a_rule():
+    rooms = [ROOT / "rules", ROOT / "patch"]
+    texts = "".join(path.read_text() for room in rooms for path in room.glob("*.py"))
+    assert not [name for name in SECOND_DERIVATIVES if f'"{name}"' not in texts]
+
+
 def test_order():
     rooms = {name[0] if name else "" for name in modules()}
     assert rooms <= set(LEVEL), "a new room: give it its place in ORDER"
@@ -81,8 +107,9 @@ def test_few_files_and_few_of_them_flat():
 
 
 def test_a_class_name_occurs_once():
+    """Nor one that differs from another by an underscore alone."""
     names = Counter(
-        node.name
+        node.name.strip("_")
         for path in modules().values()
         for node in ast.walk(parsed(path))
         if isinstance(node, ast.ClassDef)
@@ -102,6 +129,19 @@ def test_every_hop_of_the_book_exists():
         defined = set(_defined(parsed(ROOT / name)))
         for function in re.findall(r"`(.+?)`", functions):
             assert function in defined, f"{name} defines no {function}"
+
+
+def test_every_name_of_the_book_exists():
+    """Whatever stands in backticks: files and rooms, and words that the package's code knows."""
+    known = {word for path in modules().values() for word in re.findall(r"\w+", path.read_text())}
+    for item in re.findall(r"`([^`]+)`", BOOK.read_text()):
+        command = item.removeprefix("python ")
+        if command.endswith((".py", "/")):
+            places = (ROOT.parents[1], ROOT, *(p for p in ROOT.iterdir() if p.is_dir()))
+            assert any((place / command).exists() for place in places), f"no {item}"
+        else:
+            gone = [word for word in re.findall(r"[^\W\d]\w*", item) if word not in known]
+            assert not gone, f"`{item}`: nothing is called {gone}"
 
 
 def test_every_cache_of_the_book_exists():

@@ -409,6 +409,12 @@ def report(runs: dict[str, list[Found]], data: str) -> common.Report:
         f"({before:.0f} → {after:.0f} meV/Å)",
         f"forces in the loss do not lower their error ({before:.0f} → {after:.0f} meV/Å)",
     )
+    plain, taught = mean(without, "energy"), mean(schnet, "energy")
+    made.claim(
+        taught < plain,
+        f"they lower SchNet's error of energies, too ({plain:.1f} → {taught:.1f} meV per atom)",
+        f"they do not lower SchNet's error of energies ({plain:.1f} → {taught:.1f} meV per atom)",
+    )
     made.claim(
         mean(equivariant, "force") < after,
         f"the equivariant network's are better still ({mean(equivariant, 'force'):.0f} meV/Å)",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import statistics
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -27,7 +28,7 @@ SPACES = {
     "H¹": db.spaces.Sobolev(1.0, (1.0, 1.0), boundary="neumann"),
     "H⁻¹": db.spaces.Sobolev(-1.0, (1.0, 1.0), boundary="neumann"),
 }
-SHARES = (0.25, 0.5, 1.0, 2.0)  # of the theory's weight of the regulariser, to choose from
+SHARES = (1.0, 1.4, 2.0, 2.8, 4.0, 5.6)  # of the theory's weight of the regulariser, to choose from
 
 
 # -------------------------------------------------------------------------------------- images
@@ -79,7 +80,7 @@ def denoising() -> Problem:
     def same(t: Tensor) -> Tensor:
         return t
 
-    return Problem("denoising", same, same, same, 0.15, 1.0, (0.06, 0.08, 0.1, 0.13))
+    return Problem("denoising", same, same, same, 0.15, 1.0, (0.06, 0.075, 0.09, 0.11, 0.13, 0.16))
 
 
 def radon_matrix(angles: int, bins: int) -> Tensor:
@@ -133,7 +134,7 @@ def tomography(angles: int = 20, noise: float = 0.6) -> Problem:
     x = torch.ones(1, 1, SIDE, SIDE)
     for _ in range(30):  # ‖A‖² by power iteration
         x = adjoint(forward(x / x.norm()))
-    weights = (0.7, 1.0, 1.4, 2.0)
+    weights = (0.9, 1.1, 1.4, 1.7, 2.1, 2.6)
     return Problem("tomography", forward, adjoint, naive, noise, x.norm().item(), weights)
 
 
@@ -156,8 +157,7 @@ def train(problem: Problem, space: Any, steps: int, seed: int, device: torch.dev
     net = critic().to(device)
     slope = db.Deviation(1.0, one_sided=True, space=space) if space else db.Deviation(1.0, True)
     model = db.Penalised(net, db.OutputGradient(norm=slope))
-    optimiser = torch.optim.Adam(net.parameters(), lr=2e-3, betas=(0.5, 0.9))
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, steps)
+    optimiser = torch.optim.Adam(net.parameters(), lr=3e-3, betas=(0.5, 0.9))
     generator = torch.Generator().manual_seed(seed)
     for _ in range(steps):
         true, other = (images(BATCH, generator).to(device) for _ in range(2))
@@ -169,22 +169,24 @@ def train(problem: Problem, space: Any, steps: int, seed: int, device: torch.dev
         loss = score[:BATCH].mean() - score[BATCH:].mean() + WEIGHT * penalty
         loss.backward()
         optimiser.step()
-        schedule.step()
     return net.requires_grad_(False)
 
 
 def theory_weight(problem: Problem, generator: torch.Generator) -> float:
-    """Lunz et al.'s choice: 2 E ‖A*e‖, at which the truth is a fixed point if Ψ has slope one."""
+    """Lunz et al.'s choice for ½‖Ax − y‖²: E ‖A*e‖, at which the truth is a fixed point on average
+    if Ψ has slope one."""
     zero = torch.zeros(64, 1, SIDE, SIDE)
     noise = problem.measure(zero, generator)
-    return 2 * problem.adjoint(noise).flatten(1).norm(dim=1).mean().item()
+    return problem.adjoint(noise).flatten(1).norm(dim=1).mean().item()
 
 
 def regularised(
-    problem: Problem, net: nn.Module, y: Tensor, weight: float, steps: int = 150
+    problem: Problem, net: nn.Module, y: Tensor, weight: float, steps: int = 80
 ) -> Tensor:
-    """min ½‖Ax − y‖² + weight·Ψ(x) by gradient descent from the naive reconstruction, with steps
-    that shrink to zero, since Ψ has kinks."""
+    """½‖Ax − y‖² + weight·Ψ(x) made small by gradient descent from the naive reconstruction, with
+    steps that shrink to zero, since Ψ has kinks, and few of them: Ψ is not convex, and was trained
+    between naive reconstructions and true images only, so that minima far from both mean
+    nothing."""
     x = problem.naive(y)
     for k in range(steps):
         x = x.detach().requires_grad_()
@@ -196,17 +198,20 @@ def regularised(
 
 
 def total_variation(problem: Problem, y: Tensor, weight: float, steps: int = 200) -> Tensor:
-    """min ½‖Ax − y‖² + weight·TV(x), TV isotropic, by Chambolle and Pock's algorithm."""
+    """min ½‖Ax − y‖² + weight·TV(x), TV isotropic, by Chambolle and Pock's algorithm, with
+    differences D scaled to the size of A: unscaled, ‖A‖² being far above ‖D‖² ≤ 8, 200 steps end
+    0.2 dB short of the minimum."""
     x = problem.naive(y)
-    both = 0.95 / math.sqrt(problem.size + 8)
+    scale = math.sqrt(problem.size / 8)
+    both = 0.95 / math.sqrt(2 * problem.size)
     rate, step = 5 * both, both / 5  # of the dual and of the image, whose numbers are smaller
     p, q, ahead = torch.zeros_like(y), torch.zeros(len(x), 2, SIDE, SIDE).to(x), x
     for _ in range(steps):
         p = (p + rate * (problem.forward(ahead) - y)) / (1 + rate)
-        q = q + rate * difference(ahead)
-        q = q / (q.norm(dim=1, keepdim=True) / weight).clamp_min(1)
+        q = q + rate * scale * difference(ahead)
+        q = q / (q.norm(dim=1, keepdim=True) * (scale / weight)).clamp_min(1)
         before = x
-        x = x - step * (problem.adjoint(p) + difference_adjoint(q))
+        x = x - step * (problem.adjoint(p) + scale * difference_adjoint(q))
         ahead = 2 * x - before
     return x
 
@@ -250,6 +255,7 @@ class Found:
 
     images: dict[str, Tensor] = field(default_factory=dict)
     psnr: dict[str, float] = field(default_factory=dict)
+    each: dict[str, list[float]] = field(default_factory=dict)  # PSNR of every image
     ssim: dict[str, float] = field(default_factory=dict)
     weights: dict[str, float] = field(default_factory=dict)
 
@@ -257,7 +263,8 @@ class Found:
         self.images[name] = x[:1, 0].cpu()
         if name == "truth":
             return
-        self.psnr[name] = psnr(x, truth).mean().item()
+        self.each[name] = psnr(x, truth).tolist()
+        self.psnr[name] = statistics.fmean(self.each[name])
         self.ssim[name] = ssim(x, truth).mean().item()
         if weight is not None:
             self.weights[name] = weight
@@ -341,12 +348,12 @@ def report(found: dict[str, Found], count: int) -> common.Report:
         rows,
         draw(found),
         numbers={
-            p: {"psnr": f.psnr, "ssim": f.ssim, "weights": f.weights} for p, f in found.items()
+            p: {"psnr": f.psnr, "each": f.each, "ssim": f.ssim, "weights": f.weights}
+            for p, f in found.items()
         },
     )
     for problem, one in found.items():
         learned = {n: v for n, v in one.psnr.items() if n.startswith("adversarial")}
-        best = max(learned, key=lambda n: learned[n])
         naive, tv = one.psnr["naive"], one.psnr["total variation"]
         made.claim(
             min(learned.values()) > naive + 3,
@@ -354,12 +361,18 @@ def report(found: dict[str, Found], count: int) -> common.Report:
             f"{min(learned.values()):.2f} dB against {naive:.2f}",
             f"{problem}: not every learned regulariser is 3 dB ahead of {naive_name(problem)}",
         )
-        told = f"{best} {learned[best]:.2f} dB, total variation {tv:.2f}"
+        against = one.each["total variation"]
+        told = ", ".join(
+            f"{n.removeprefix('adversarial, ')} {v:.2f} dB, better on "
+            f"{sum(a > b for a, b in zip(one.each[n], against, strict=True))} of {count} images"
+            for n, v in learned.items()
+        )
         made.claim(
-            learned[best] > tv,
-            f"{problem}: the best of them is ahead of total variation: {told}",
-            f"{problem}: total variation is not surpassed after this short training: {told} (Lunz "
-            "et al., CT of lungs, long training: ahead of it)",
+            min(learned.values()) > tv,
+            f"{problem}: every learned regulariser surpasses total variation, {tv:.2f} dB: {told} "
+            "(Lunz et al., CT of lungs: ahead of it, too)",
+            f"{problem}: not every learned regulariser surpasses total variation, {tv:.2f} dB: "
+            f"{told} (Lunz et al., CT of lungs: ahead of it)",
         )
         told = ", ".join(f"{n.removeprefix('adversarial, ')} {v:.2f}" for n, v in learned.items())
         other = max((n for n in learned if n != "adversarial, L²"), key=lambda n: learned[n])
@@ -369,13 +382,16 @@ def report(found: dict[str, Found], count: int) -> common.Report:
             f"{problem}: no Sobolev norm is ahead of L²: {told} dB",
         )
     made.notes.append(
-        "every weight was chosen by PSNR on as many other images; images are made anew for every "
-        f"training step; numbers, those in the figure too, are means over {count} images after one "
-        "training each: a few tenths of a dB may be the seed's",
+        "every weight, total variation's too, is the best of six by PSNR on as many other images; "
+        "images are made anew for every training step; numbers, those in the figure too, are means "
+        f"over {count} images after one training each: a few tenths of a dB may be the seed's",
     )
     made.notes.append(
         "the images were chosen after looking: on discs of one grey total variation was ahead, so "
-        "they got stripes, stronger ones and more discs, and more noise, before these numbers"
+        "they got stripes, stronger ones and more discs, and more noise. After 400 steps at a rate "
+        "that fell to zero, with weights a factor of two apart, it was still ahead of the best by "
+        "0.1 and 0.4 dB; length and rate of training, the weights and the 80 steps of descent were "
+        "then chosen on yet other images"
     )
     return made
 
@@ -385,7 +401,7 @@ def tomography_words(angles: int = 20) -> str:
 
 
 def run(arguments: argparse.Namespace) -> common.Report:
-    steps, count = (4000, 64) if arguments.full else (400, 12)
+    steps, count = (4000, 64) if arguments.full else (600, 12)
     problems = (denoising(), tomography())
     spaces = {name: SPACES[name] for name in (SPACES if arguments.full else ("L²", "H¹"))}
     found = {

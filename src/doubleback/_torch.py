@@ -14,6 +14,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
+import torch
+
 NAMES: dict[str, tuple[str, str]] = {
     # ------------------------------------------------------------------ nested containers
     "pytree": (
@@ -64,6 +66,10 @@ NAMES: dict[str, tuple[str, str]] = {
     "TorchDispatchModeKey": (
         "torch._C:_TorchDispatchModeKey",
         "which of these modes is asked for",
+    ),
+    "get_function_modes": (
+        "torch.overrides:_get_current_function_mode_stack",
+        "a caller's modes change what functions return: traced and run, they would do so twice",
     ),
     "len_torch_dispatch_stack": (
         "torch._C:_len_torch_dispatch_stack",
@@ -219,6 +225,26 @@ NAMES: dict[str, tuple[str, str]] = {
     "GuardBuilder": (
         "torch._dynamo.guards:GuardBuilder",
         "guards that are added: two names, one object; a module without hooks",
+    ),
+    "dynamo_variables": (
+        "torch._dynamo.variables",
+        "Dynamo's ideas of Python's objects, of which many leave unguarded what code asks of them",
+    ),
+    "dynamo_exc": (
+        "torch._dynamo.exc",
+        "an attribute that Dynamo did not find; and the way to refuse what cannot be guarded",
+    ),
+    "dynamo_utils": (
+        "torch._dynamo.utils",
+        "where dictionaries' items are looked for, likewise",
+    ),
+    "dynamo_lists": (
+        "torch._dynamo.variables.lists",
+        "whether a list holds something, which is answered wrongly where numbers are open",
+    ),
+    "dynamo_dicts": (
+        "torch._dynamo.variables.dicts",
+        "an object's `__dict__`, of which nothing is guarded; there from torch 2.13 on",
     ),
     "RandomVariable": (
         "torch._dynamo.variables.misc:RandomVariable",
@@ -509,6 +535,16 @@ ATTRIBUTES: tuple[tuple[str, str, str], ...] = (
     ("torch._ops:OpOverload", "_op_dk", "what a composite operator is made of that stays whole"),
     ("torch._ops:OpOverload", "_dispatch_cache", "tracing goes on with the kernels it holds"),
     ("torch.fx.experimental.sym_node:SymNode", "_expr", "a size before it was taken for another"),
+    (
+        "torch._dynamo.variables:BuiltinVariable",
+        "_comparison_with_tensor",
+        "two tensors of which Dynamo does not guard that they stay two",
+    ),
+    (
+        "torch._dynamo.variables.builder:VariableBuilder",
+        "_wrap",
+        "which numbers of NumPy's Dynamo takes for arrays",
+    ),
     ("torch.library:Library", "_destroy", "takes a patch back"),
     ("torch.nn:Module", "_compiled_call_impl", "whether `module.compile()` was called"),
     ("torch.nn:Module", "_call_impl", "calls it as it was before"),
@@ -566,9 +602,12 @@ OPERATORS: dict[str, str] = {
 
 def before(major: int, minor: int) -> bool:
     """Whether this PyTorch is older."""
-    import torch
-
     return tuple(map(int, torch.__version__.split(".")[:2])) < (major, minor)
+
+
+def compiling() -> bool:
+    """Whether torch.compile reads this very code."""
+    return torch.compiler.is_compiling()
 
 
 def find(path: str) -> Any:

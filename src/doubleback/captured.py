@@ -8,7 +8,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from time import monotonic
 from typing import Any, Literal
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from . import _torch
-from ._torch import next_node, peek_interpreter_stack
+from ._torch import compiling, next_node, peek_interpreter_stack
 from .capture import (
     PATIENCE,
     Arguments,
@@ -34,7 +34,6 @@ from .capture import (
 from .counting import counting
 from .errors import CaptureError, InputError, RuleError, refuse_unused, warn
 from .graph import Graph, Meta, Node, Ref
-from .kernels import compiling
 from .patch import LASTING, patched, patched_as, supported, watched
 from .plan import Plan, make_plan
 from .rules import Structure, find_rule
@@ -49,6 +48,7 @@ from .run import (
     attach,
     no_autocast,
     read_state,
+    refuse_third,
     remember,
     run_prelude,
     write_state,
@@ -199,9 +199,12 @@ class CapturedModule(nn.Module):
         self.flatten_after = flatten_after
         self.recompute = recompute
         self.sweeps = sweeps
+        lasting = set(vars(self))
         self._reset()
+        self._transient = {"_partly_compiled", *vars(self)} - lasting
 
     def _reset(self) -> None:
+        """What calls leave behind for later ones, which is neither copied nor pickled."""
         self._bound: dict[Any, tuple[Graph, Graph]] = {}
         self._plans: dict[Any, tuple[Graph, Plan]] = {}
         self._families: dict[Any, tuple[Graph, Family]] = {}
@@ -216,23 +219,6 @@ class CapturedModule(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         return {n: v for n, v in self.__dict__.items() if n not in self._transient}
-
-    _transient = frozenset(
-        (
-            "_bound",
-            "_plans",
-            "_families",
-            "_programs",
-            "_choices",
-            "_short",
-            "_used",
-            "_warned",
-            "_refusal",
-            "_again",
-            "_run",
-            "_partly_compiled",
-        )
-    )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -260,6 +246,39 @@ class CapturedModule(nn.Module):
 
     def _call(self, args: tuple, kwargs: Mapping[str, Any]) -> Arguments:
         return take_apart(self.net, self.wrt, self._extras, args, kwargs)
+
+    def _with_derivative(
+        self, args: tuple, kwargs: Mapping[str, Any]
+    ) -> tuple[Any, Sequence[Tensor]]:
+        """(what net returns, what is handed out of its derivative), by sweeps or on autograd."""
+        call = self._call(args, kwargs)
+        gradients = torch.is_grad_enabled()
+        told: list[Tensor] = []
+
+        def run(graph: Graph, inputs: Sequence[Any]) -> Sequence[Any]:
+            site = self._site(graph, inputs, call)
+            program, state = self._program(site, gradients)
+            asked = list(call.asked.values()) if gradients else []
+            results, derived = self._attached(
+                site, program, state, gradients, call.constants, asked
+            )
+            told.extend(derived)
+            return results
+
+        way, result = self._through(run, call)
+        if way is None:
+            return result, told
+        result, derived = self._on_autograd(partial(self.by_autograd, call), way)
+        self._shorten(args, kwargs, way)
+        return result, [first_order(t) for t in derived]
+
+    @abstractmethod
+    def _program(self, site: Site, gradients: bool) -> tuple[Any, dict[int, Tensor]]:
+        """The program for this graph and these wanted gradients, and the graph's state."""
+
+    @abstractmethod
+    def by_autograd(self, call: Arguments, way: Way = "patched") -> tuple[Any, Sequence[Tensor]]:
+        """What `_with_derivative` returns, computed by autograd."""
 
     def _captures(self, call: Arguments) -> bool:
         """Whether this call is one to capture at all."""
@@ -381,7 +400,7 @@ class CapturedModule(nn.Module):
             remember(self._short, self._shape_of(args), way)
 
     def _shape_of(self, args: tuple) -> tuple:
-        """As `_size`, of arguments that are not taken apart."""
+        """What `_size` says of a call, from arguments that are not taken apart."""
         net: Any = self._modules["net"]
         key = [net.training]
         for t in args:
@@ -472,6 +491,8 @@ class CapturedModule(nn.Module):
             return replace(site, asked=True, key=("asked", *site.key))
 
     def _site(self, graph: Graph, inputs: Sequence[Any], call: Arguments) -> Site:
+        """This call of the captured graph: its sizes read off, the caller's own tensors in the
+        place of the aliases that the capture saw. Raises where the sweeps would not be right."""
         only_one(graph.targets, self.output)
         numbers = graph.read_symbols(inputs)
         if not graph.holds(numbers):
@@ -670,6 +691,25 @@ class CapturedModule(nn.Module):
             t = swept[item] if item in swept else prelude[item]
             ordered.append(t if gradients else t.detach())
         return ordered
+
+
+def separate(t: Tensor) -> Tensor:
+    """The tensor as one of its own that requires grad: the derivative is that in this argument,
+    also where another one was computed from the same tensor. Sparse tensors have no views."""
+    if not t.requires_grad:
+        return t.detach().requires_grad_()
+    return t.view_as(t) if t.layout is torch.strided else t.clone()
+
+
+def first_order(t: Tensor) -> Tensor:
+    """The same, whose gradients raise where they are differentiated again, as those of the sweeps
+    do: no call's result depends on which way it took, and PyTorch's third derivatives of layer and
+    batch norm are wrong."""
+    if not t.requires_grad:
+        return t
+    told = separate(t)
+    told.register_hook(partial(refuse_third, t))
+    return told
 
 
 def _sized_by(graph: Graph, penalised: Sequence[int]) -> Node | None:

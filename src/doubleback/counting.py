@@ -15,7 +15,7 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.util import find_spec
 from typing import Any
 
-import torch
+from ._torch import compiling
 
 
 @dataclass
@@ -95,7 +95,7 @@ def folded(seeds: int) -> Iterator[None]:
 
 def counted(forward: int = 0, transpose: int = 0, weight_adjoint: int = 0) -> None:
     """Report executed operations to every open `count_operations` block."""
-    if torch.compiler.is_dynamo_compiling():  # a layer that is captured: its sweeps will count
+    if compiling():  # a layer that is captured: its sweeps will count
         return
     if _active:
         n = _fold[-1]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
 import logging
 import os
 import sys
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -136,3 +137,9 @@ def refuse_unused(wrt: Any, x: Any) -> None:
         "its derivative is zero everywhere (is it detached inside the network, or not used?). Pass "
         "allow_unused=True if that is meant"
     )
+
+
+def nearest(key: Any, names: Sequence[Any]) -> str:
+    """What may have been meant by a name that is not there, to stand behind a message."""
+    close = difflib.get_close_matches(str(key), [str(n) for n in names], n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""

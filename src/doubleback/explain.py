@@ -205,12 +205,12 @@ def _with_decision(base: Explanation, plan: Plan, penalty: Any, decision: Decisi
     outputs = plan.graph.shape(plan.target)[1:]
     rows = penalty.projections or (penalty.seed_count((1, *outputs)) + (penalty.of == "softmax"))
     sweeps = {
-        "forward": _row(base.sweeps["forward"]["nodes"], profile.open_operations),
+        "forward": _row(base.sweeps["forward"]["nodes"], profile.run.open_operations),
         f"{_several(seeds, 'seed')}, backward and tangent": _row(
             seeds * (base.sweeps["backward"]["nodes"] + base.sweeps["tangent"]["nodes"]),
             profile.all_seeds,
         ),
-        "second": _row(base.sweeps["second"]["nodes"], profile.close_operations),
+        "second": _row(base.sweeps["second"]["nodes"], profile.run.close_operations),
     }
     paper = {
         "plain": 2 * layers - 1,

@@ -15,8 +15,22 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from . import _torch
+from ._torch import is_functorch_wrapped_tensor
 
 T = TypeVar("T")
+
+
+def memory(t: Tensor) -> int:
+    """Equal for tensors that share memory. A sparse tensor, and one that a transform of torch.func
+    has wrapped, do not tell theirs and count as alone in it."""
+    hidden = t.layout is not torch.strided or is_functorch_wrapped_tensor(t)
+    return id(t) if hidden else t.untyped_storage()._cdata
+
+
+def memory_of(node: Any) -> int:
+    """The same for the value of a node of a traced graph; what is no tensor counts as alone."""
+    value = node.meta.get("val") if isinstance(node, torch.fx.Node) else None
+    return memory(value) if isinstance(value, Tensor) else id(node)
 
 
 def saving_hooks_off() -> AbstractContextManager:
@@ -279,6 +293,38 @@ def many(numbers: Sequence[Any]) -> bool:
     return all(n > 1 for n in numbers if isinstance(n, int))
 
 
+class OpenSizes:
+    """Sizes as symbols of our own, for a graph that is to serve calls of several sizes.
+
+    What is asked about the symbols while the graph is made (is this one larger than that?) is kept
+    as a guard: the graph serves every call whose sizes answer all questions alike (`fits`).
+    numbers: the symbols, in the place of the sizes that were given; fakes: the mode of fake tensors
+    whose shapes are made of them.
+    """
+
+    def __init__(self, numbers: Sequence[Any]) -> None:
+        self.env = _torch.ShapeEnv()
+        self.fakes = _torch.FakeTensorMode(shape_env=self.env, allow_non_fake_inputs=True)
+        self.numbers = [self._symbol(n, i) for i, n in enumerate(numbers)]
+        self.symbols = [n.node._expr for n in self.numbers]
+        self._guards: tuple[int, Callable] = (-1, lambda *_: ())
+
+    def _symbol(self, number: Any, i: int) -> Any:
+        source = _torch.ConstantSource(f"size_{i}")
+        if isinstance(number, float):
+            symbol = self.env.create_unspecified_symbol(number, source)
+            return self.env.create_symfloatnode(symbol, hint=number, source=source)
+        symbol = self.env.create_symbol(number, source, _torch.DimDynamic.DYNAMIC)
+        return self.env.create_symintnode(symbol, hint=number, source=source)
+
+    def fits(self, numbers: Sequence[Any]) -> bool:
+        """Whether these answer every question as the first ones did."""
+        count = len(self.env.guards)
+        if self._guards[0] != count:
+            self._guards = count, compile_sizes([g.expr for g in self.env.guards], self.symbols)
+        return many(numbers) and all(self._guards[1](*numbers))
+
+
 def _renamed(names: Mapping[Any, str]) -> dict:
     """Symbols under names that are Python's and keep what is known of them."""
     import sympy
@@ -303,7 +349,7 @@ def map_refs(tree: Any, fn: Callable[[Ref], Any]) -> Any:
 
 
 def leaves(tree: Any, kind: type[T]) -> Iterator[T]:
-    """Those of one kind among nested arguments, in flattened order."""
+    """What is of one kind among nested arguments, in flattened order."""
     if isinstance(tree, kind):
         yield tree
     elif isinstance(tree, (tuple, list)):

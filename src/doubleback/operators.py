@@ -847,7 +847,7 @@ class LocallyConnected(Operator):
 Sizes = int | tuple[int, ...]
 
 
-class _LocallyConnected(nn.Module):
+class _LocalLayer(nn.Module):
     """Common to one and two dimensions; see `LocallyConnected2d`."""
 
     axes: int
@@ -920,7 +920,7 @@ class _LocallyConnected(nn.Module):
         )
 
 
-class LocallyConnected1d(_LocallyConnected):
+class LocallyConnected1d(_LocalLayer):
     """(B, C, L) → (B, O, L′): a convolution with a filter and a bias of its own at every place.
 
     weight: (L′, O, C, k), bias: (O, L′). input_size is L, which the weights depend on.
@@ -933,7 +933,7 @@ class LocallyConnected1d(_LocallyConnected):
     axes = 1
 
 
-class LocallyConnected2d(_LocallyConnected):
+class LocallyConnected2d(_LocalLayer):
     """(B, C, H, W) → (B, O, H′, W′): a filter and a bias of its own at every place.
 
     weight: (H′, W′, O, C, k, l), bias: (O, H′, W′). input_size is (H, W).

@@ -12,14 +12,21 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import graph as autograd_graph
 
-from ._torch import peek_interpreter_stack, pytree
+from ._torch import compiling, peek_interpreter_stack, pytree
 from .capture import Arguments, choose_output, is_sharded, place_of, requires_grad
-from .captured import CapturedModule, Site, Way, as_written, derivatives
+from .captured import (
+    CapturedModule,
+    Site,
+    Way,
+    as_written,
+    derivatives,
+    first_order,
+    separate,
+)
 from .errors import InputError, warn
 from .explain import Explanation, explain
 from .graph import Graph
 from .jacobian import price
-from .kernels import compiling
 from .penalties import (
     Apart,
     Custom,
@@ -50,7 +57,6 @@ from .run import (
     no_autocast,
     read_state,
     refuse_inside_forward,
-    refuse_third,
     remember,
     run_prelude,
     scale,
@@ -153,10 +159,6 @@ class Penalised(CapturedModule):
 
         def __call__(self, *args: Any, **kwargs: Any) -> tuple[Any, Tensor]: ...
 
-    _transient = CapturedModule._transient | {
-        "_graphed", "_pairs", "_carried", "_warned_of_graph", "_apart",
-    }  # fmt: skip
-
     def _reset(self) -> None:
         super()._reset()
         self._graphed: dict[Any, GraphedStep | None] = {}
@@ -253,25 +255,14 @@ class Penalised(CapturedModule):
     def _whole(self, args: tuple, kwargs: Mapping[str, Any]) -> tuple[Any, Tensor]:
         if self._short and (short := self._short_way(args, kwargs)) is not None:
             result, _, _, penalty = self._shortly(args, short, False)
-            return result, _first_order(penalty)
-        call = self._call(args, kwargs)
-        gradients = torch.is_grad_enabled()
-        penalties: list[Tensor] = []
+            return result, first_order(penalty)
+        result, (penalty,) = self._with_derivative(args, kwargs)
+        return result, penalty
 
-        def run(graph: Graph, inputs: Sequence[Any]) -> Sequence[Any]:
-            site = self._site(graph, inputs, call)
-            program, state = self._program(site, gradients)
-            asked = list(call.asked.values()) if gradients else []
-            results, told = self._attached(site, program, state, gradients, call.constants, asked)
-            penalties.extend(told)
-            return results
-
-        way, result = self._through(run, call)
-        if way is not None:
-            result, penalty = self._on_autograd(partial(on_autograd, self, call), way)
-            self._shorten(args, kwargs, way)
-            return result, _first_order(penalty)
-        return result, penalties[0]
+    def by_autograd(self, call: Arguments, way: Way = "patched") -> tuple[Any, list[Tensor]]:
+        """(what net returns, the penalty alone in a list), by autograd."""
+        result, penalty = on_autograd(self, call, way)
+        return result, [penalty]
 
     def _shortly(
         self, args: tuple, way: Way, shared: bool
@@ -281,7 +272,7 @@ class Penalised(CapturedModule):
         penalty, net = self.penalty, self._written()
         split = len(args) - penalty.extras
         x, extra, out = args[0], args[split:], None
-        leaf = _place(x)
+        leaf = separate(x)
         try:
             with derivatives(way):
                 result = net(leaf, *args[1:split])
@@ -358,6 +349,7 @@ class Penalised(CapturedModule):
     def _accumulate_whole(
         self, call: Arguments, own_loss: Loss | None, target: Any, weight: float
     ) -> tuple[Any, Tensor, Tensor]:
+        """One step with the penalty of every row, by sweeps or on autograd."""
         told: list[Tensor] = []
         pairs: list[tuple[Tensor, Tensor]] = []
         lent: list[bool] = []
@@ -397,6 +389,7 @@ class Penalised(CapturedModule):
     def _accumulate_shortly(
         self, args: tuple, way: Way, loss: Loss | None, target: Any, weight: float
     ) -> tuple[Any, Tensor, Tensor]:
+        """The same on autograd, with the least work for the host."""
         if self.penalty.own_loss is not None:
             target = args[len(args) - self.penalty.extras]
         if loss is not None:
@@ -582,7 +575,7 @@ def autograd_penalty(
     quick = way in ("bare", "math") or (isinstance(way, frozenset) and seeds is None)
     seeds = seeds or penalty.oracle_seeds
     with torch.enable_grad(), derivatives(way):
-        leaves = [_place(t) for t in x]
+        leaves = [separate(t) for t in x]
         result = run(leaves)
         out = choose(result)
         if quick:
@@ -655,25 +648,6 @@ def _values(
             total = value if total is None else total + value
     assert total is not None
     return total
-
-
-def _place(t: Tensor) -> Tensor:
-    """As a tensor of its own that requires grad: the derivative is that in this argument, also
-    where another argument was computed from the same tensor. Sparse ones have no views."""
-    if not t.requires_grad:
-        return t.detach().requires_grad_()
-    return t.view_as(t) if t.layout is torch.strided else t.clone()
-
-
-def _first_order(t: Tensor) -> Tensor:
-    """The same, whose gradients raise where they are differentiated again, as those of the sweeps
-    do: no call's result depends on which way it took, and PyTorch's third derivatives of layer and
-    batch norm are wrong."""
-    if not t.requires_grad:
-        return t
-    told = _place(t)
-    told.register_hook(partial(refuse_third, t))
-    return told
 
 
 def pulled(
@@ -839,22 +813,7 @@ class WithGradient(CapturedModule):
     def _forward(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         if self._short and (short := self._short_way(args, kwargs)) is not None:
             return self._shortly(args, short)
-        call = self._call(args, kwargs)
-        gradients = torch.is_grad_enabled()
-        slopes: list[Tensor] = []
-
-        def run(graph: Graph, inputs: Sequence[Any]) -> Sequence[Any]:
-            site = self._site(graph, inputs, call)
-            program, state = self._program(site, gradients)
-            results, told = self._attached(site, program, state, gradients)
-            slopes.extend(told)
-            return results
-
-        way, result = self._through(run, call)
-        if way is not None:
-            result, slopes = self._on_autograd(partial(self.by_autograd, call), way)
-            slopes = [_first_order(t) for t in slopes]
-            self._shorten(args, kwargs, way)
+        result, slopes = self._with_derivative(args, kwargs)
         return result, slopes[0] if len(slopes) == 1 else tuple(slopes)
 
     def _program(self, site: Site, gradients: bool) -> tuple[Any, dict[int, Tensor]]:
@@ -878,14 +837,14 @@ class WithGradient(CapturedModule):
         return not isinstance(self._seed, (_SeveralSeeds, _Own))
 
     def _shortly(self, args: tuple, way: Way) -> tuple[Any, Tensor]:
-        leaf, net = _place(args[0]), self._written()
+        leaf, net = separate(args[0]), self._written()
         try:
             with derivatives(way):
                 result = net(leaf, *args[1:])
                 out = result if type(result) is Tensor else choose_output(result, None)
                 self._seed.check(out.shape, args[:1])
                 v = self._seed.seed(out)
-                return result, _first_order(quick_pulled(out, (leaf,), v, True, self._unused)[0])
+                return result, first_order(quick_pulled(out, (leaf,), v, True, self._unused)[0])
         except (RuntimeError, IndexError, ValueError):
             self._call(args, {})  # raises what is better understood, where it is known
             raise
@@ -894,7 +853,7 @@ class WithGradient(CapturedModule):
         """The same by autograd: where it is quicker, where it cannot be captured, for `check`."""
         graph = torch.is_grad_enabled()
         with torch.enable_grad(), derivatives(way):
-            x = [_place(t) for t in call.x]
+            x = [separate(t) for t in call.x]
             args, kwargs = call.with_x(x)
             with as_written(self.net, way):
                 result = self.net(*args, **kwargs)

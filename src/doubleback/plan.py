@@ -112,8 +112,8 @@ class Plan:
 
     @cached_property
     def beside(self) -> frozenset[int]:
-        """Of the values that callers hold and no derivative reads, those that may lie in the memory
-        of one that is read, or of what a rule saves: the network's input before it is flattened."""
+        """Values that callers hold, that no derivative reads, and that may lie in the memory of one
+        that is read, or of what a rule saves: the network's input before it is flattened."""
         root = list(range(len(self.graph.values)))
         for node in (*self.prelude, *(step.node for step in self.steps)):
             if node.inputs and shares(node.op):

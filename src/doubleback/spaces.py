@@ -19,10 +19,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.optim import Optimizer
 
-from ._torch import disable_current_modes
+from ._torch import compiling, disable_current_modes
 from .dtypes import accumulation, lifted
 from .errors import InputError
-from .kernels import being_flattened, compiling, library
+from .kernels import being_flattened, library
 
 __all__ = [
     "Euclidean",
@@ -265,7 +265,7 @@ class Product(Space):
         return list(zip(self.spaces, parts, strict=True))
 
     def check_count(self, gradients: Sequence[Tensor]) -> None:
-        """As many inputs as factors, each of a shape that its factor takes."""
+        """Raise unless there is an input for each factor, of a shape that the factor takes."""
         if len(gradients) != len(self.spaces):
             shapes = [tuple(g.shape) for g in gradients]
             raise InputError(

@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._torch import pytree
+from ._torch import compiling, pytree
 from .errors import DoublebackError, NonFiniteError, RuleError
-from .kernels import boundary, compiling
+from .kernels import boundary
 from .plan import Plan, Step
 from .rules import Call, add, seeded_backward, seeded_both
 

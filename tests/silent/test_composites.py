@@ -3,10 +3,14 @@ write behind autograd's back within, and the dropout inside of recurrent layers.
 
 from __future__ import annotations
 
+import warnings
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 import doubleback as db
 from support.stock import TOLERANCE, numbers, pair, same_training
@@ -139,3 +143,42 @@ def test_compiled_code_that_differentiates_its_own_regions():
             trained = [t.grad for t in net.parameters() if t.grad is not None]
             found.append([value.detach(), *trained])
         torch.testing.assert_close(*found, rtol=TOLERANCE, atol=1e-12)
+
+
+class Louder(TorchFunctionMode):
+    """Changes what a function returns, as simulations of hardware do."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        return 1.5 * result if func in (F.linear, torch.tanh) else result
+
+
+@pytest.mark.parametrize("how", ["sweeps", "gradient", "step"])
+def test_a_mode_of_the_caller_s(how):
+    """Dynamo writes out what it does, and the trace would meet it again."""
+    net, x = Between(torch.tanh).double(), numbers(0, 4, 5)
+    call = {
+        "sweeps": db.Penalised(net, db.OutputGradient(), sweeps=True),
+        "gradient": db.WithGradient(net, sweeps=True),
+        "step": db.compile(lambda x: net(x).sum(), compiler="eager"),
+    }[how]
+    for active in (False, True, True, False):
+        with warnings.catch_warnings(), Louder() if active else nullcontext():
+            warnings.simplefilter("ignore", db.CaptureWarning)
+            wanted = net(x)
+            found = call(x)
+        if how == "step":
+            wanted = wanted.sum()
+        else:
+            found = found[0]
+        torch.testing.assert_close(found, wanted, rtol=TOLERANCE, atol=0.0)
+
+
+def test_a_mode_inside_of_forward_is_captured():
+    class Inside(Between):
+        def forward(self, x):
+            with Louder():
+                return super().forward(x)
+
+    model, twin = pair(Inside(torch.tanh), sweeps=True, strict=True)
+    same_training(model, twin)

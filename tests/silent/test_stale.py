@@ -9,6 +9,7 @@ import functools
 import os
 import types
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -586,3 +587,208 @@ def test_objects_that_are_told_apart_by_identity(question, how):
     for mode in (FAST, SLOW, FAST, IDLE, SLOW, IDLE, FAST):
         net.mode = mode
         torch.testing.assert_close(run(x), net(x))
+
+
+class Plain:
+    """An object with whatever attributes it is given."""
+
+    alpha: Any
+    inner: Any
+
+    def __init__(self, **attributes) -> None:
+        vars(self).update(attributes)
+
+    def scale(self):
+        return 1.0
+
+
+class Heir(Plain):
+    pass
+
+
+class Passing(Plain):
+    """Hands what it has not on to another object, as wrappers do."""
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+
+class Written(Plain):
+    def __repr__(self) -> str:
+        return str(self.alpha)
+
+
+class Equal(Plain):
+    def __eq__(self, other) -> bool:
+        return self.alpha == other.alpha
+
+    def __hash__(self) -> int:
+        return 7
+
+
+class Slot:
+    __slots__ = ("alpha",)
+
+
+class Heading:
+    pass
+
+
+MODULE = types.ModuleType("settings")
+
+
+def helped():
+    return 1.0
+
+
+def attempted(look, missing):
+    """As look(net), and 1 where there is nothing."""
+
+    def ask(net):
+        try:
+            return look(net)
+        except missing:
+            return 1.0
+
+    return ask
+
+
+def named(holder, value):
+    """Only numbers other than 1 are entered."""
+    vars(holder).pop("alpha", None)
+    if value != 1.0:
+        holder.alpha = value
+
+
+def renamed(holder, value):  # a class's or function's, or one in a slot
+    if hasattr(holder, "alpha"):
+        del holder.alpha
+    if value != 1.0:
+        holder.alpha = value
+
+
+def keyed(table, value):
+    table.pop("alpha", None)
+    if value != 1.0:
+        table["alpha"] = value
+
+
+def bound(value):
+    return {1.0: lambda self: 1.0, 2.5: lambda self: 2.5, 0.5: lambda self: 0.5}[value]
+
+
+def methods(kind):
+    def change(net, value):
+        kind.scale = bound(value)
+
+    return change
+
+
+def inherited(net, value):
+    if "scale" in vars(Heir):
+        del Heir.scale
+    if value != 1.0:
+        Heir.scale = bound(value)
+
+
+def wrapped(net, value):
+    vars(net.held).pop("alpha", None)
+    if value != 1.0:
+        vars(net.held)["alpha"] = value
+
+
+def length(net, value):
+    vars(net.held).clear()
+    vars(net.held).update({str(i): None for i in range(int(2 * value))})
+
+
+# What a network holds, what its scale is, and how that changes: all of it goes unnoticed by Dynamo
+UNNOTICED: dict[str, tuple] = {
+    "a missing key": (
+        dict, attempted(lambda net: net.held["alpha"], KeyError), lambda n, v: keyed(n.held, v)),
+    "a missing key of an ordered dictionary": (
+        collections.OrderedDict, attempted(lambda net: net.held["alpha"], KeyError),
+        lambda n, v: keyed(n.held, v)),
+    "a missing variable": (
+        dict, lambda net: 2.5 if "alpha" in os.environ else 1.0,
+        lambda n, v: keyed(os.environ, v if v == 1.0 else "set")),
+    "a missing attribute": (
+        Plain, attempted(lambda net: net.held.alpha, AttributeError),
+        lambda n, v: named(n.held, v)),
+    "a missing attribute of the network": (
+        Plain, attempted(lambda net: net.alpha, AttributeError), named),
+    "a missing attribute of a class": (
+        Heading, attempted(lambda net: net.held.alpha, AttributeError),
+        lambda n, v: renamed(Heading, v)),
+    "a missing attribute in a slot": (
+        Slot, attempted(lambda net: net.held.alpha, AttributeError),
+        lambda n, v: renamed(n.held, v)),
+    "a missing attribute of a module": (
+        dict, lambda net: getattr(MODULE, "alpha", 1.0), lambda n, v: named(MODULE, v)),
+    "a missing attribute of a function": (
+        dict, lambda net: getattr(helped, "alpha", 1.0), lambda n, v: named(helped, v)),
+    "a missing attribute of a tensor": (
+        lambda: torch.ones(1), attempted(lambda net: net.held.alpha, AttributeError),
+        lambda n, v: named(n.held, v)),
+    "an attribute passed on": (
+        lambda: Passing(inner=Plain(alpha=1.0)), lambda net: net.held.alpha, wrapped),
+    "names": (Plain, lambda net: float(len(vars(net.held))), length),
+    "no name": (
+        Plain, lambda net: vars(net.held).get("alpha", 1.0), lambda n, v: named(n.held, v)),
+    "a name in the network": (
+        Plain, lambda net: 2.5 if "alpha" in net.__dict__ else 1.0, named),
+    "a method": (Plain, lambda net: net.held.scale(), methods(Plain)),
+    "an inherited method": (Heir, lambda net: net.held.scale(), methods(Plain)),
+    "a method that is overridden": (Heir, lambda net: net.held.scale(), inherited),
+    "what is written for an object": (
+        lambda: Written(alpha=1.0), lambda net: float(str(net.held)),
+        lambda n, v: setattr(n.held, "alpha", v)),
+    "equal keys": (
+        lambda: Equal(alpha=1.0), lambda net: {Equal(alpha=2.5): 2.5}.get(net.held, 1.0),
+        lambda n, v: setattr(n.held, "alpha", v)),
+    "whose method": (
+        lambda: [Plain(), Plain(), Plain()],
+        lambda net: 2.5 if net.which == net.held[1].scale else 1.0,
+        lambda n, v: setattr(n, "which", n.held[int(v)].scale)),
+    "one parameter": (
+        lambda: nn.ParameterList([torch.ones(1), torch.ones(1)]),
+        lambda net: 2.5 if net.which is net.held[1] else 1.0,
+        lambda n, v: setattr(n, "which", n.held[int(v == 2.5)]),
+    ),
+    "infinity": (
+        list, lambda net: 1.0 if net.which == float("inf") else 2.5,
+        lambda n, v: setattr(n, "which", float("inf") if v == 1.0 else v)),
+    "a list of open numbers": (
+        list, lambda net: 2.5 if 5 in net.held else 1.0,
+        lambda n, v: n.held.__setitem__(slice(None), [int(2 * v)])),
+    "a float of NumPy's": (
+        list, lambda net: 1.0 if isinstance(net.which, float) else 2.5,
+        lambda n, v: setattr(n, "which", np.float64(v) if v == 1.0 else 3)),
+}  # fmt: skip
+
+
+class Unnoticed(nn.Module):
+    def __init__(self, case: str) -> None:
+        super().__init__()
+        make, self.ask, self.change_to = UNNOTICED[case]
+        self.held = make()
+
+    def forward(self, x):
+        return x * self.ask(self)
+
+
+@pytest.mark.parametrize("case", UNNOTICED)
+def test_what_dynamo_leaves_unguarded(case):
+    """Out of a cache of graphs, whichever came first, comes the one of the network as it is now."""
+    net, x = Unnoticed(case), torch.randn(3, 1)
+    model = db.Penalised(net, db.OutputGradient(0))
+    kept = Plain.scale
+    try:
+        for value in (1.0, 0.5, 2.5, 1.0, 2.5):
+            net.change_to(net, value)
+            with warnings.catch_warnings(), torch.no_grad():
+                warnings.simplefilter("ignore", db.CaptureWarning)
+                torch.testing.assert_close(model(x)[0], net(x))
+    finally:
+        net.change_to(net, 1.0)
+        Plain.scale = kept

@@ -4,7 +4,6 @@ for the module that wraps it: both name them alike but for a prefix."""
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from .._torch import peek_interpreter_stack, pytree
-from ..errors import InputError, OutputChoiceError
+from ..errors import InputError, OutputChoiceError, nearest
 
 Path = int | str | tuple
 
@@ -47,7 +46,7 @@ class Arguments:
 
     @cached_property
     def asked(self) -> dict[int, Tensor]:
-        """Those of the penalty's own tensors that ask for a gradient, by flattened place."""
+        """The penalty's own tensors that ask for a gradient, by flattened place."""
         leaves = enumerate(pytree.tree_leaves(self.extra)) if self.extra else ()
         return {i: t for i, t in leaves if requires_grad(t)}
 
@@ -191,7 +190,7 @@ class _Places:
             )
         raise InputError(
             f"wrt={key!r} names no argument of this call; it has {here or 'none'}"
-            f"{_nearest(key, [*names, *kwargs])}"
+            f"{nearest(key, [*names, *kwargs])}"
             + (f" (the last {self.extras} positional ones are the penalty's)" * bool(self.extras))
         )
 
@@ -266,13 +265,8 @@ def _inside(tree: Any, key: Any, path: Any, before: Sequence[Any]) -> Any:
     names = list(tree) if isinstance(tree, Mapping) else [n for n in dir(tree) if n[0] != "_"]
     raise InputError(
         f"wrt={path!r}: there is no {key!r} in {type(tree).__name__} {list(before)!r}"
-        f"{_nearest(key, names)}"
+        f"{nearest(key, names)}"
     )
-
-
-def _nearest(key: Any, names: Sequence[Any]) -> str:
-    close = difflib.get_close_matches(str(key), [str(n) for n in names], n=1)
-    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def _can_be_penalised(leaf: Tensor) -> None:
@@ -351,7 +345,7 @@ def names_in(result: Any, choice: Any) -> list[str]:
 
 def no_output(choice: Any, names: Sequence[str]) -> OutputChoiceError:
     """What is said then."""
-    return OutputChoiceError(f"output={choice!r} does not exist{_nearest(names[0], names[1:])}")
+    return OutputChoiceError(f"output={choice!r} does not exist{nearest(names[0], names[1:])}")
 
 
 def _collect(item: Any, tensors: list[Tensor]) -> None:

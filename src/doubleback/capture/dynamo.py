@@ -31,12 +31,13 @@ import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from time import monotonic
-from types import FunctionType, ModuleType
+from types import FunctionType, MethodType, ModuleType
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import nn
+from torch.utils._device import DeviceContext
 
 from .. import _torch
 from ..errors import CaptureError, InputError, let_through, untold, warn
@@ -80,7 +81,7 @@ class Capture:
         self._again = 0.0
         self._surroundings: Surroundings | None = None
         self._compiled: dict[Any, Callable] = {}
-        self._changes: list[str] = []
+        self.changes: list[str] = []
         self._calls = 0
         self._warned = False
 
@@ -90,12 +91,14 @@ class Capture:
         if self.resting and not at_once:
             assert self.refusal is not None
             raise self.refusal
+        refuse_modes(f"{type(net).__name__} cannot be captured")
         box = _Box(run)
         start, handled, known = monotonic(), sys.exception(), self.graphs
         failure: Exception | None = None
         result: Any = None
         try:
-            result = self._with_settings(net, box, args, kwargs)
+            with leaving_transforms(), _modes_off(box), trackers_off():
+                result = self._enter(net, box, args, kwargs)
         except Exception as error:
             if error is box.error:
                 raise
@@ -125,27 +128,10 @@ class Capture:
         """Whether it was refused, and not so long ago that it is tried again."""
         return self.refusal is not None and monotonic() < self._again
 
-    def _with_settings(self, net: nn.Module, box: _Box, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Under Dynamo's settings as a capture needs them, until a graph is found. They are put
-        back also where Ctrl-C arrives as they are set or put back."""
-        with turn:
-            try:
-                for name, value in _SETTINGS.items():
-                    box.before[name] = getattr(_torch.dynamo_config, name)
-                    setattr(_torch.dynamo_config, name, value)
-                with leaving_transforms(), _modes_off(box), trackers_off():
-                    return self._enter(net, box, args, kwargs)
-            finally:
-                try:
-                    box.put_back()
-                except BaseException:
-                    box.put_back()
-                    raise
-
     def _enter(self, net: nn.Module, box: _Box, args: tuple, kwargs: dict[str, Any]) -> Any:
         _Quiet.install()
         teach()
-        boxes = _boxes()
+        boxes = _local.boxes
         boxes.append(box)
         try:
             known = len(self._compiled)
@@ -156,31 +142,22 @@ class Capture:
             boxes.pop()
 
     def _function(self, net: nn.Module) -> Callable:
-        """`_call` with a code object and a name of its own: by the one Dynamo keeps its graphs, by
-        the other it remembers which sizes have changed."""
+        """`_call` under Dynamo, for the network as it is now."""
         if self._surroundings is None:
             self._surroundings = Surroundings(net)
         key = self._surroundings.key()
         compiled = self._compiled.get(key)
         if compiled is None:
             self._surroundings = Surroundings(net)
-            code = _call.__code__.replace(co_name=f"call_network_{next(_count)}")
-            own = FunctionType(code, dict(_call.__globals__))  # Dynamo adds its own names there
-            me: Any = weakref.ref(self)  # Dynamo never forgets a backend
-            optimise = _torch.dynamo_optimize(
-                lambda module, given: me()._receive(module, given),
-                nopython=True,
-                guard_fail_fn=lambda failure: me()._changed(failure),
-            )
-            compiled = optimise(own)
-            assert compiled is not None
-            weakref.finalize(own, _torch.dynamo_reset_code, code).atexit = False
+            # a copy: Dynamo adds names of its own there
+            scope = dict(_call.__globals__)
+            compiled = captured_by(self, _call, "call_network", scope)
             if len(self._compiled) >= MANY:
                 self._compiled.pop(next(iter(self._compiled)))
             self._compiled[self._surroundings.key()] = compiled
         return compiled
 
-    def _receive(self, module: torch.fx.GraphModule, given: Sequence[Any]) -> Callable:
+    def receive(self, module: torch.fx.GraphModule, given: Sequence[Any]) -> Callable:
         """Dynamo's backend: the graph is lifted, and run by whoever calls."""
         refuse_distributed(t for t in given if isinstance(t, torch.Tensor))
         strange = [t for t in given if isinstance(t, torch.Tensor) and not plain(t)]
@@ -194,18 +171,18 @@ class Capture:
         self.graphs += 1
 
         def call(*inputs: Any) -> Sequence[Any]:
-            return _boxes()[-1](graph, inputs)
+            return _local.boxes[-1](graph, inputs)
 
         return torch.compiler.disable(call)
 
-    def _changed(self, failure: Any) -> None:
-        text = str(failure.reason).splitlines()[0]
-        self._changes = [*self._changes[-3:], text]
+    def settings(self) -> Mapping[str, Any]:
+        """Dynamo's, for a capture."""
+        return _SETTINGS
 
     def _reckon(self, net: nn.Module, took: float) -> None:
-        """Of a network that was captured once more: where most calls were captures it rests, where
-        fewer were it is said once what captures cost."""
-        name, changes = type(net).__name__, "; ".join(dict.fromkeys(self._changes))
+        """After one more capture: a network that is captured at most of its calls runs on autograd
+        for a while; of one that is captured less often it is said once what captures cost."""
+        name, changes = type(net).__name__, "; ".join(dict.fromkeys(self.changes))
         if 2 * self.graphs > self._calls:
             self.refusal = CaptureError(
                 f"{name} was captured {self.graphs} times in {self._calls} calls: what it reads "
@@ -231,49 +208,96 @@ _SETTINGS = {
     "recompile_limit": MOST,
     "accumulated_recompile_limit": 4 * MOST,
     "fail_on_recompile_limit_hit": False,
+    "use_recursive_dict_tags_for_guards": False,  # as from 2.13 on: it skips guards
     "invalidate_compile_context_weakrefs": True,  # parameters can be swapped
 }
 
 
 # Before 2.13 Dynamo's settings are those of all threads, and one at a time may change them.
-turn: Any = threading.RLock() if _torch.before(2, 13) else nullcontext()
+_turn: Any = threading.RLock() if _torch.before(2, 13) else nullcontext()
 
 
-@contextmanager
-def _others_turn() -> Iterator[None]:
-    """In the midst of one's own."""
-    if isinstance(turn, nullcontext):
-        yield
-        return
-    turn.release()
-    try:
-        yield
-    finally:
-        turn.acquire()
+def captured_by(
+    owner: Any, template: Any, name: str, scope: dict[str, Any], dynamic: bool | None = None
+) -> Callable:
+    """A function as one graph of Dynamo's for each call that no earlier graph fits.
+
+    owner: its `receive` is Dynamo's backend, its `settings` are Dynamo's for captures alone, and
+    its `changes` say which guards failed last. Dynamo never forgets a backend, so that this one
+    knows its owner by a weak reference.
+    template, name, scope: the function has its code with a code object and a name of its own, and
+    these globals: by the one Dynamo keeps graphs, by the other it remembers which sizes have
+    changed.
+    """
+    code = template.__code__.replace(co_name=f"{name}_{next(_count)}")
+    own: Any = FunctionType(code, scope)
+    me: Any = weakref.ref(owner)
+
+    def receive(module: torch.fx.GraphModule, given: Sequence[Any]) -> Callable:
+        return me().receive(module, given)
+
+    def changed(failure: Any) -> None:
+        holder = me()
+        holder.changes = [*holder.changes[-3:], str(failure.reason).splitlines()[0]]
+
+    optimise = _torch.dynamo_optimize(
+        receive, nopython=True, dynamic=dynamic, guard_fail_fn=changed
+    )
+    optimise.callback = _CaptureCallback(optimise.callback, lambda: me().settings())
+    compiled = optimise(own)
+    assert compiled is not None
+    weakref.finalize(own, _torch.dynamo_reset_code, code).atexit = False
+    return compiled
+
+
+class _CaptureCallback:
+    """What Dynamo calls where no graph fits, under settings of its own: to set and put them back
+    takes as long as a few kernels, so calls by graphs that there are do without."""
+
+    def __init__(self, callback: Any, settings: Callable[[], Mapping[str, Any]]) -> None:
+        self._torchdynamo_orig_backend = callback  # the name by which Dynamo looks for a backend
+        self._settings = settings
+
+    def __call__(self, *frame: Any) -> Any:
+        before: dict[str, Any] = {}
+        with _turn:
+            captures, _local.captures = _local.captures, True
+            try:
+                for name, value in self._settings().items():
+                    before[name] = getattr(_torch.dynamo_config, name)
+                    setattr(_torch.dynamo_config, name, value)
+                return self._torchdynamo_orig_backend(*frame)
+            finally:
+                _local.captures = captures
+                try:
+                    _put_back(before)
+                except BaseException:  # Ctrl-C
+                    _put_back(before)
+                    raise
+
+
+def _put_back(before: dict[str, Any]) -> None:
+    for name in list(before):
+        setattr(_torch.dynamo_config, name, before[name])
+        del before[name]
 
 
 class _Box:
-    """What runs in the place of the graph, under Dynamo's settings as they were `before`, and the
-    error that it raised itself."""
+    """What one call runs in the place of the graph.
+
+    error: the one that `run` raised itself; modes: the caller's, which were off for the capture.
+    """
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        self.before: dict[str, Any] = {}
         self.error: BaseException | None = None
         self.modes: Sequence[Any] = ()
 
-    def put_back(self) -> None:
-        for name in list(self.before):
-            setattr(_torch.dynamo_config, name, self.before[name])
-            del self.before[name]
-
     def __call__(self, graph: Graph, inputs: Sequence[Any]) -> Sequence[Any]:
-        self.put_back()
         for mode in self.modes:
             _torch.push_mode(mode)
         try:
-            with _others_turn():
-                return self.run(graph, inputs)
+            return self.run(graph, inputs)
         except BaseException as error:
             self.error = error
             raise
@@ -294,15 +318,28 @@ def _modes_off(box: _Box) -> Iterator[None]:
         yield
 
 
-_local = threading.local()
+class _Local(threading.local):
+    """Of one thread. boxes: those of its calls, the innermost last; captures: whether one of the
+    library's calls has come to a capture."""
+
+    def __init__(self) -> None:
+        self.boxes: list[_Box] = []
+        self.captures = False
+
+
+_local = _Local()
 _count = itertools.count()
 
 
-def _boxes() -> list[_Box]:
-    """Those of this thread's calls, the innermost last."""
-    if not hasattr(_local, "boxes"):
-        _local.boxes = []
-    return _local.boxes
+def refuse_modes(what: str) -> None:
+    """A mode of the caller's that changes what PyTorch's functions return would do so as Dynamo
+    reads them, and once more where they are traced and run."""
+    modes = [m for m in _torch.get_function_modes() if not isinstance(m, DeviceContext)]
+    if modes:
+        raise CaptureError(
+            f"{what} while {type(modes[-1]).__name__} is active: as a TorchFunctionMode it would "
+            "change what functions return twice\n  Remedy: enter it inside, or leave it."
+        )
 
 
 @contextmanager
@@ -330,10 +367,6 @@ def _met_a_trace(failure: Exception) -> bool:
         return not _torch.is_fx_tracing()
 
 
-# Whether this thread's calls are the library's, each by a function that returns them.
-under_way: list[Callable[[], Sequence[Any]]] = [_boxes]
-
-
 class _Quiet:
     """What PyTorch warns and logs of its own calls while it captures is nobody's business: a
     capture that fails says itself why."""
@@ -349,7 +382,7 @@ class _Quiet:
 
     @classmethod
     def start(cls, _: Any) -> None:
-        if _boxes():
+        if _local.boxes:
             cls.held.append(ExitStack())
             cls.held[-1].enter_context(warnings.catch_warnings())
             cls.held[-1].enter_context(untold())
@@ -357,7 +390,7 @@ class _Quiet:
 
     @classmethod
     def end(cls, _: Any) -> None:
-        if _boxes() and cls.held:
+        if _local.boxes and cls.held:
             cls.held.pop().close()
 
 
@@ -365,7 +398,8 @@ _taught: list[bool] = []
 
 
 def teach() -> bool:
-    """Teach Dynamo, once, what it gets wrong; whether it had not been taught."""
+    """Teach Dynamo, once, what it gets wrong; whether it had not been taught. What others compile
+    it reads as before."""
     if _taught:
         return False
     _taught.append(True)
@@ -373,20 +407,47 @@ def teach() -> bool:
     _guard_keys()
     _guard_order()
     _guard_two_objects()
+    _guard_what_is_missing()
+    _guard_names()
+    _guard_methods()
+    _guard_numbers()
+    _refuse_own_answers()
     _guard_leaves()
-    # it guards nothing that functions of the standard library read, `os.getenv` of the environment
+    _torch.BuiltinVariable.call_function_handler_cache.clear()  # which knows what was there before
+    # Dynamo guards nothing that the standard library reads, such as the environment in os.getenv
     of_the_library = _torch.symbolic_convert.is_stdlib
-    _torch.symbolic_convert.is_stdlib = lambda module: module is not os and of_the_library(module)
+    _torch.symbolic_convert.is_stdlib = lambda module: (
+        of_the_library(module) and not (module is os and _is_ours())
+    )
     # of a `random.Random` it keeps the numbers that it draws while it reads
-    _torch.RandomVariable.is_supported_random_obj = staticmethod(lambda _: False)
+    known = _torch.RandomVariable.is_supported_random_obj
+    _torch.RandomVariable.is_supported_random_obj = staticmethod(
+        lambda item: known(item) and not _is_ours()
+    )
     _forget_tangents_of_views()
     _time_no_guards()
     return True
 
 
+def _is_ours() -> bool:
+    """Whether Dynamo reads code for one of this library's graphs."""
+    try:
+        receiver: Any = _torch.InstructionTranslator.current_tx().output.compiler_fn
+    except AttributeError:  # it reads nothing
+        return False
+    for name in ("_torchdynamo_orig_backend", "compiler_fn", "func"):
+        receiver = getattr(receiver, name, receiver)
+    return str(getattr(receiver, "__module__", "")).startswith("doubleback.")
+
+
+def _install(guard: Any) -> None:
+    if _is_ours():
+        _torch.install_guard(guard)
+
+
 def _guard_one_object() -> None:
-    """Of one object under two names it guards that they stay one, but not where one name is local
-    and the other global: a module's Enum that a dictionary is looked up with."""
+    """Where one object has two names, Dynamo guards that both stay names of one object, but not if
+    one name is local and the other global: a module's Enum that a dictionary is looked up with."""
     original = _torch.dynamo_builder.make_dupe_guard
 
     def make_dupe_guard(source: Any, other: Any) -> Any:
@@ -399,7 +460,8 @@ def _guard_one_object() -> None:
 
 
 def _guard_keys() -> None:
-    """It guards no function or class that is looked for in a set or dictionary and not called."""
+    """Dynamo guards no function or class that is looked for in a set or dictionary and not
+    called."""
     lazy = _torch.LazyVariableTracker
     name = "is_hashable" if _torch.before(2, 13) else "is_hashable_lazy"
     unguarded = getattr(lazy, name)
@@ -412,13 +474,13 @@ def _guard_keys() -> None:
 
 
 def _guard_order() -> None:
-    """Of a dictionary that becomes a list or is copied it guards how long it is, not which keys
+    """Where a dictionary becomes a list or is copied, Dynamo guards its length, but not which keys
     come in which order."""
     guard_keys = _torch.ConstDictVariable.install_dict_keys_match_guard
 
     def guard_keys_in_order(self: Any) -> None:
         guard_keys(self)
-        if self.source:
+        if self.source and _is_ours():
             tracer = _torch.InstructionTranslator.current_tx()
             tracer.output.guard_on_key_order.add(self.source)
 
@@ -434,7 +496,7 @@ def _guard_order() -> None:
 
 
 def _guard_two_objects() -> None:
-    """Of two objects that are compared by identity it does not guard that they stay two."""
+    """Where two objects are compared by identity, Dynamo does not guard that they stay two."""
     if _torch.before(2, 13):
         kind, handlers = _torch.BuiltinVariable, _torch.symbolic_convert.compare_op_handlers
 
@@ -467,33 +529,54 @@ def _guard_two_objects() -> None:
 
         for module in (_torch.object_protocol, _torch.dynamo_builtin):
             module.vt_identity_compare = compared
+    compare_tensors = _torch.BuiltinVariable._comparison_with_tensor
+
+    def compare_tensors_noted(self: Any, tracer: Any, left: Any, right: Any) -> Any:
+        if self.fn in (operator.is_, operator.is_not):
+            _stay_two(left, right)
+        return compare_tensors(self, tracer, left, right)
+
+    _torch.BuiltinVariable._comparison_with_tensor = compare_tensors_noted
     for kind in (_torch.ConstDictVariable, _torch.SetVariable):
         if "__contains__" in vars(kind):
             kind.__contains__ = _looked_for(kind.__contains__)
 
 
 def _looked_for(contains: Callable) -> Callable:
-    """Likewise of an object that is looked for among keys and is none of them."""
+    """Nor where an object is looked for among keys and is none of them."""
 
     def noted(self: Any, key: Any) -> bool:
-        found = contains(self, key)
+        is_there = contains(self, key)
         key = _torch.LazyVariableTracker.realize_all(key)
-        if not found and isinstance(key, _torch.UserDefinedObjectVariable):
+        if not is_there and isinstance(key, _torch.UserDefinedObjectVariable):
             for other in list(self.items):
                 _stay_two(getattr(other, "vt", None), key)
-        return found
+        return is_there
 
     return noted
 
 
 def _stay_two(left: Any, right: Any) -> None:
     """What was decided for two objects holds no more once both names lead to one of them."""
-    kind = _torch.UserDefinedObjectVariable
     left, right = map(_torch.LazyVariableTracker.realize_all, (left, right))
-    if not (isinstance(left, kind) and isinstance(right, kind)):
-        return
-    if left.source is not None and right.source is not None and left.value is not right.value:
-        _torch.install_guard(left.source.make_guard(functools.partial(_differ, other=right.source)))
+    if left is not right and _is_method(left) and _is_method(right):
+        _refuse("two bound methods are compared, of which Dynamo does not ask whose they are")
+    for kind, held in (
+        (_torch.UserDefinedObjectVariable, "value"),
+        (_torch.TensorVariable, "proxy"),
+    ):
+        if not (isinstance(left, kind) and isinstance(right, kind)):
+            continue
+        apart = getattr(left, held) is not getattr(right, held)
+        if apart and left.source is not None and right.source is not None:
+            differ = functools.partial(_differ, other=right.source)
+            _install(left.source.make_guard(differ))
+
+
+def _is_method(variable: Any) -> bool:
+    if isinstance(variable, _torch.UserDefinedObjectVariable):
+        return isinstance(variable.value, MethodType)
+    return isinstance(variable, _torch.dynamo_variables.UserMethodVariable)
 
 
 def _differ(builder: Any, guard: Any, other: Any) -> None:
@@ -501,15 +584,260 @@ def _differ(builder: Any, guard: Any, other: Any) -> None:
     builder.add_python_lambda_leaf_guard_to_root([code], [code])
 
 
+def _refuse(why: str) -> None:
+    """End the graph here, as Dynamo does where it knows no further."""
+    if _is_ours():
+        _torch.dynamo_exc.unimplemented(gb_type=why, context="", explanation=why, hints=[])
+
+
+def _guard_what_is_missing() -> None:
+    """Of an attribute or a key that is looked for and missing it does not guard that it stays
+    missing, nor for modules and functions whether they have one."""
+    newer = not _torch.before(2, 13)
+    holder: Any = _torch.dynamo_builtin.GetAttrBuiltinVariable if newer else _torch.BuiltinVariable
+    name = "_call_getattr" if newer else "call_getattr"
+    get = getattr(holder, name)
+
+    def get_noted(self: Any, tracer: Any, *given: Any) -> Any:
+        try:
+            return get(self, tracer, *given)
+        except _torch.dynamo_exc.ObservedAttributeError:
+            of, attribute = (given[0] if newer else given)[:2]
+            _guard_attribute(of, attribute.as_python_constant())
+            raise
+
+    setattr(holder, name, get_noted)
+    variables = _torch.dynamo_variables
+    for kind in (variables.PythonModuleVariable, *variables.UserFunctionVariable.__mro__):
+        if "call_obj_hasattr" in vars(kind) and kind is not variables.VariableTracker:
+            kind.call_obj_hasattr = _noted_question(kind.call_obj_hasattr)
+
+    getitem = _torch.ConstDictVariable.getitem_const_raise_exception_if_absent
+
+    def getitem_noted(self: Any, tracer: Any, key: Any) -> Any:
+        if key not in self:
+            self.install_dict_contains_guard(tracer, [key])
+        return getitem(self, tracer, key)
+
+    _torch.ConstDictVariable.getitem_const_raise_exception_if_absent = getitem_noted
+
+
+def _noted_question(ask: Callable) -> Callable:
+    def noted(self: Any, tracer: Any, name: str) -> Any:
+        _guard_attribute(self, name)
+        return ask(self, tracer, name)
+
+    return noted
+
+
+def _guard_attribute(of: Any, name: str) -> None:
+    """Whether there is one under this name."""
+    of = _torch.LazyVariableTracker.realize_all(of)
+    if of.source is None:
+        return
+    guard = _torch.GuardBuilder.HASATTR
+    if _torch.before(2, 13):
+        _install(_torch.AttrSource(of.source, name).make_guard(guard))
+    else:
+        _install(of.source.make_guard(functools.partial(guard, attr=name)))
+
+
+def _guard_names() -> None:
+    """Of an object's `__dict__` it guards neither which names are there nor which are not."""
+    kind: Any
+    if _torch.before(2, 13):
+        kind = _torch.dynamo_variables.GetAttrVariable
+        call = kind.call_method
+
+        def call_method(self: Any, tracer: Any, name: str, args: list, kwargs: dict) -> Any:
+            asked = name in ("__getitem__", "get", "__contains__") and args
+            if asked and self.name == "__dict__" and self.obj.source is not None:
+                _guard_name(self.obj.source, self.obj.value, args[0])
+            return call(self, tracer, name, args, kwargs)
+
+        kind.call_method = call_method
+        return
+    kind = _torch.dynamo_dicts.DunderDictVariable
+
+    def guard_all(self: Any) -> None:
+        if self.source is not None:
+            _install(self.source.base.make_guard(_names_stay))
+
+    def guard_one(self: Any, tracer: Any, args: list) -> None:
+        if self.source is not None:
+            held = self.items.item.get_real_python_backed_value()
+            _guard_name(self.source.base, held, args[0])
+
+    copy = kind.call_method
+
+    def call_method(self: Any, tracer: Any, name: str, args: list, kwargs: dict) -> Any:
+        if name == "copy":
+            guard_all(self)
+        return copy(self, tracer, name, args, kwargs)
+
+    kind.install_dict_keys_match_guard = guard_all
+    kind.install_dict_contains_guard = guard_one
+    kind.call_method = call_method
+
+
+_ALWAYS = ("_parameters", "_buffers", "_modules")  # of a module, whose own code asks for them
+
+
+def _guard_name(source: Any, held: Any, name: Any) -> None:
+    if not name.is_python_constant():
+        _install(source.make_guard(_names_stay))
+    elif (name := name.as_python_constant()) not in _ALWAYS:
+        there = name in getattr(held, "__dict__", {})
+        _install(source.make_guard(functools.partial(_name_stays, name=name, there=there)))
+
+
+def _names_stay(builder: Any, guard: Any) -> None:
+    code = f"[*{builder.arg_ref(guard)}.__dict__] == {[*builder.get(guard).__dict__]!r}"
+    builder.add_python_lambda_leaf_guard_to_root([code], [code])
+
+
+def _name_stays(builder: Any, guard: Any, name: Any, there: bool) -> None:
+    code = f"({name!r} in {builder.arg_ref(guard)}.__dict__) is {there}"
+    builder.add_python_lambda_leaf_guard_to_root([code], [code])
+
+
+def _guard_methods() -> None:
+    """Of objects that are no modules (`Surroundings` looks at those) it does not guard which
+    functions their methods are; and where an attribute comes from `__getattr__`, not that the
+    object has none of its own."""
+    kind = _torch.UserDefinedObjectVariable
+    name = "var_getattr" if _torch.before(2, 13) else "generic_getattr"
+    look = getattr(kind, name)
+
+    def looked(self: Any, tracer: Any, name: str) -> Any:
+        pending = tracer.output.side_effects.has_pending_mutation_of_attr(self, name)
+        if self.source is not None and not pending and _from_getattr(self.value, name):
+            absent = functools.partial(_torch.GuardBuilder.NOT_PRESENT_IN_GENERIC_DICT, attr=name)
+            _install(self.source.make_guard(absent))
+        found = look(self, tracer, name)
+        if type(found) is _torch.dynamo_variables.UserMethodVariable and self.source is not None:
+            _guard_method(self, name, found)
+        return found
+
+    setattr(kind, name, looked)
+
+
+def _from_getattr(value: Any, name: str) -> bool:
+    kinds = type(value).__mro__
+    if not hasattr(type(value), "__getattr__") or name in getattr(value, "__dict__", (name,)):
+        return False
+    held = [vars(value).get(table, ()) for table in _ALWAYS if isinstance(value, nn.Module)]
+    return not any(name in table for table in (*held, *map(vars, kinds)))
+
+
+def _guard_method(of: Any, name: str, found: Any) -> None:
+    kinds = type(of.value).__mro__
+    owner = next((kind for kind in kinds if vars(kind).get(name) is found.fn), None)
+    if owner and (issubclass(owner, nn.Module) or owner.__module__.startswith("torch.")):
+        return
+    if found.source_fn is not None:
+        _install(found.source_fn.make_guard(_torch.GuardBuilder.CLOSURE_MATCH))
+    if owner not in (None, kinds[0]):
+        _install(of.source.make_guard(functools.partial(_inherited, name=name)))
+
+
+def _inherited(builder: Any, guard: Any, name: str) -> None:
+    code = f"{name!r} not in {builder.arg_ref(guard)}.__class__.__dict__"
+    builder.add_python_lambda_leaf_guard_to_root([code], [code])
+
+
+def _guard_numbers() -> None:
+    """An open number is compared with infinity as if it never were so; and a list is said not to
+    hold what its open numbers may be."""
+    builder: Any = _torch.dynamo_builder.VariableBuilder
+    wrap = builder.wrap_symfloat
+
+    def wrap_finite(self: Any, value: float) -> Any:
+        found = wrap(self, value)
+        if not isinstance(found, _torch.ConstantVariable):
+            _install(self.source.make_guard(_finite))
+        return found
+
+    builder.wrap_symfloat = wrap_finite
+    contains = _torch.dynamo_lists.iter_contains
+    symbol = _torch.dynamo_variables.SymNodeVariable
+
+    def contains_numbers(items: Any, *given: Any, **options: Any) -> Any:
+        if _is_ours():
+            items = [
+                _torch.ConstantVariable.create(x.evaluate_expr()) if isinstance(x, symbol) else x
+                for x in map(_torch.LazyVariableTracker.realize_all, items)
+            ]
+        return contains(items, *given, **options)
+
+    _torch.dynamo_lists.iter_contains = _torch.dynamo_utils.iter_contains = contains_numbers
+
+
+def _finite(builder: Any, guard: Any) -> None:
+    ref = builder.arg_ref(guard)
+    code = f"{ref} - {ref} == 0"
+    builder.add_python_lambda_leaf_guard_to_root([code], [code])
+
+
+def _refuse_own_answers() -> None:
+    """What a class answers in Python of its own, or NumPy's, and Dynamo answers in its place: which
+    keys are equal, what is written for an object, whether a number is one of Python's."""
+    kind = _torch.UserDefinedObjectVariable
+    equal = kind.is_python_equal
+
+    def equal_or_refused(self: Any, other: Any) -> bool:
+        found = equal(self, other)
+        if not found and isinstance(getattr(type(self.value), "__eq__", None), FunctionType):
+            _refuse(f"keys are compared by the __eq__ of {type(self.value).__name__}")
+        return found
+
+    kind.is_python_equal = equal_or_refused
+    builtin = _torch.BuiltinVariable
+    write = builtin.call_str
+
+    def write_or_refuse(self: Any, tracer: Any, arg: Any) -> Any:
+        of = type(arg.value) if isinstance(arg, kind) else object
+        if of.__str__ is object.__str__ and isinstance(of.__repr__, FunctionType):
+            _refuse(f"str() of an object calls the __repr__ of {of.__name__}")
+        return write(self, tracer, arg)
+
+    builtin.call_str = write_or_refuse
+    arrays = _torch.dynamo_variables.NumpyNdarrayVariable
+    builder: Any = _torch.dynamo_builder.VariableBuilder
+    wrap = builder._wrap
+    scalars: weakref.WeakSet[Any] = weakref.WeakSet()  # which are arrays to Dynamo
+
+    def wrap_noted(self: Any, value: Any) -> Any:
+        found = wrap(self, value)
+        if isinstance(found, arrays) and type(value).__name__ != "ndarray":
+            scalars.add(found.source)
+        return found
+
+    def no_scalar(ask: Callable) -> Callable:
+        def asked(self: Any, tracer: Any, arg: Any, *given: Any) -> Any:
+            if getattr(arg, "source", None) in scalars:
+                _refuse(
+                    "an np.float64 is a float, and an array to Dynamo, of which the type is asked"
+                )
+            return ask(self, tracer, arg, *given)
+
+        return asked
+
+    builder._wrap = wrap_noted
+    builtin.call_isinstance = no_scalar(builtin.call_isinstance)
+    builtin.call_type = no_scalar(builtin.call_type)
+
+
 def _guard_leaves() -> None:
-    """Nobody looks again at whether a tensor that is given is a leaf."""
+    """Where a network asks whether a tensor that it is given is a leaf, Dynamo keeps the first
+    answer."""
     variable: Any = _torch.TensorVariable
     original = variable.method_attr_grad_fn
 
     def guard(tensor: Any) -> None:
         if tensor.source is not None:
             source = _torch.AttrSource(tensor.source, "is_leaf")
-            _torch.install_guard(source.make_guard(_torch.GuardBuilder.EQUALS_MATCH))
+            _install(source.make_guard(_torch.GuardBuilder.EQUALS_MATCH))
 
     def method_attr_is_leaf(self: Any, tx: Any) -> Any:
         guard(self)
@@ -524,7 +852,8 @@ def _guard_leaves() -> None:
 
 
 def _forget_tangents_of_views() -> None:
-    """Tangents of views are remembered as smaller than they are."""
+    """In its cache of what operators return, Dynamo holds the tangents of views for smaller than
+    they are."""
     mode: Any = _torch.FakeTensorMode
     validate = mode._validate_cache_key
 
@@ -544,7 +873,7 @@ def _time_no_guards() -> None:
     original = guards.profile_guard_manager
 
     def profile_guard_manager(*given: Any) -> float:
-        return 0.0 if any(calls() for calls in under_way) else original(*given)
+        return 0.0 if _local.captures else original(*given)
 
     guards.profile_guard_manager = profile_guard_manager
 
@@ -622,32 +951,41 @@ _REMEDIES = (
 
 def reason(net: nn.Module, error: BaseException) -> CaptureError:
     """The error that a user sees."""
-    inner = getattr(error, "inner_exception", None) or error
-    text = _first_line(inner)
+    text, told = first_line(error), str(error)
     scripted = [name for name, m in net.named_modules() if isinstance(m, torch.jit.ScriptModule)]
     if scripted:
         which = f"its module {scripted[0]!r}" if scripted[0] else "it"
-        text = f"{which} is TorchScript, which hides its operations"
+        told = text = f"{which} is TorchScript, which hides its operations"
     if "requires_grad_()" in text:
         text = (
             "it makes a leaf of its own inside (requires_grad_()), so that its output may not "
             "depend on its input any more"
         )
-    told = text if scripted else str(error)
-    hint = next((remedy for pattern, remedy in _REMEDIES if re.search(pattern, told)), None)
-    remedy = f"\n  Remedy: {hint}." if hint else ""
-    where = _line(error)
     return CaptureError(
         f"{type(net).__name__} cannot be captured as one graph: {text}"
-        + (f"\n  stopped at {where}" if where else "")
-        + remedy
+        f"{stopped_at(error)}{remedy(told, _REMEDIES)}"
     )
 
 
-def _first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).strip().splitlines() if line.strip()]
+def remedy(told: str, remedies: Sequence[tuple[str, str]]) -> str:
+    """What to do about it, by the first of the patterns that what is told contains."""
+    hint = next((hint for pattern, hint in remedies if re.search(pattern, told)), None)
+    return f"\n  Remedy: {hint}." if hint else ""
+
+
+def stopped_at(error: BaseException) -> str:
+    """At which line of the user's, where it is known."""
+    where = _line(error)
+    return f"\n  stopped at {where}" if where else ""
+
+
+def first_line(error: BaseException) -> str:
+    """What went wrong, in one line; of an error of Dynamo's with its explanation, of a backend's
+    the error inside."""
+    inner = getattr(error, "inner_exception", None) or error
+    lines = [line.strip() for line in str(inner).splitlines() if line.strip()]
     if not lines:
-        return type(error).__name__
+        return type(inner).__name__
     explained = next((x for x in lines if x.startswith("Explanation:")), None)
     if explained:
         return f"{lines[0]}: {explained.removeprefix('Explanation:').strip()}"
@@ -759,7 +1097,7 @@ class Surroundings:
         return hooks, methods, types, places, self._asked() if self._frozen else None
 
     def _asked(self) -> tuple[bool, ...]:
-        """Of each parameter, whether a gradient is asked for."""
+        """Whether a gradient is asked for, parameter by parameter."""
         living = [m for module in self._modules if (m := module()) is not None]
         return tuple([p.requires_grad for m in living for p in m.parameters(recurse=False)])
 

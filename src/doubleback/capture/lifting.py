@@ -43,20 +43,32 @@ from .._torch import (
     special_op_to_preserve_cia,
 )
 from ..errors import CaptureError
-from ..graph import Graph, Meta, Node, Ref, Size, draws, leaves, saving_hooks_off, shares
+from ..graph import (
+    Graph,
+    Meta,
+    Node,
+    Ref,
+    Size,
+    draws,
+    leaves,
+    map_leaves,
+    memory,
+    saving_hooks_off,
+    shares,
+)  # fmt: skip
+from ..kernels import library
 from ..rules import registered, stop_gradient
 from .arguments import no_output
 
 aten = torch.ops.aten
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
-_library = torch.library.Library("doubleback", "FRAGMENT")
-_library.define("mark(Tensor x) -> Tensor")
-_library.impl("mark", lambda x: x.clone(), "CompositeExplicitAutograd")
+library.define("mark(Tensor x) -> Tensor")
+library.impl("mark", lambda x: x.clone(), "CompositeExplicitAutograd")
 mark = torch.ops.doubleback.mark.default
 """Put around a result, so that it is found in Dynamo's graph; never run."""
-_library.define("missing(Tensor x, str[] names) -> Tensor")
-_library.impl("missing", lambda x, names: x.clone(), "CompositeExplicitAutograd")
+library.define("missing(Tensor x, str[] names) -> Tensor")
+library.impl("missing", lambda x, names: x.clone(), "CompositeExplicitAutograd")
 
 
 def lift(module: torch.fx.GraphModule, given: Sequence[Any]) -> Graph:
@@ -201,9 +213,13 @@ def refuse_missing(module: torch.fx.GraphModule, choice: Any) -> None:
 def assigns_data(module: torch.fx.GraphModule) -> bool:
     """Whether Dynamo's graph assigns to a tensor's `.data`: a `set_`, which neither
     functionalisation nor PyTorch's compilers carry over to the tensor."""
-    parts = [part for part in module.modules() if isinstance(part, torch.fx.GraphModule)]
-    names = (getattr(n.target, "__name__", n.target) for part in parts for n in part.graph.nodes)
-    return "set_" in names
+    nodes = (n for part in graphs_in(module) for n in part.graph.nodes)
+    return "set_" in (getattr(n.target, "__name__", n.target) for n in nodes)
+
+
+def graphs_in(module: torch.nn.Module) -> Iterator[torch.fx.GraphModule]:
+    """A graph of Dynamo's, and those of the functions that its operators take as arguments."""
+    return (part for part in module.modules() if isinstance(part, torch.fx.GraphModule))
 
 
 def _name(placeholder: torch.fx.Node) -> str:
@@ -263,7 +279,7 @@ def _keep_product(*args: Any, **kwargs: Any) -> Any:
 
 
 # Operators on whole functions that do nothing to derivatives: they are looked through.
-_THROUGH = ("tag_activation_checkpoint", "wrap", "wrap_activation_checkpoint")
+THROUGH = ("tag_activation_checkpoint", "wrap", "wrap_activation_checkpoint")
 _REFUSED = {
     "autograd_function_apply": "an autograd.Function has a backward of its own, which no operator "
     "of the graph tells",
@@ -276,7 +292,7 @@ class _Interpreter(torch.fx.Interpreter):
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if target is get_data_attr:
             return args[0].detach()  # what `.data` is, by a name that can be watched
-        if isinstance(target, HigherOrderOperator) and target.name() not in _THROUGH:
+        if isinstance(target, HigherOrderOperator) and target.name() not in THROUGH:
             raise CaptureError(_REFUSED.get(target.name(), f"{target.name()} cannot be swept"))
         return super().call_function(target, args, kwargs)
 
@@ -291,10 +307,11 @@ class _Autograd(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.cut: dict[Any, Tensor] = {}  # by the memory of what requires grad, reached without
+        # what was cut off and lies in the memory of a tensor that requires grad, by that memory
+        self.cut: dict[Any, Tensor] = {}
         self.name = ""  # of the function that was called last
-        self.open: list[Any] = []  # functions in Python that are looked into
-        self.asserted: list[tuple[Tensor, str]] = []  # what has to be true, and what to say else
+        self.open: list[Any] = []  # the Python functions that are being looked into
+        self.asserted: list[tuple[Tensor, str]] = []  # what has to be true, what to say otherwise
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -333,10 +350,10 @@ class _Autograd(TorchFunctionMode):
         differentiable = result.is_floating_point() or result.is_complex()
         if result.requires_grad or not differentiable:
             return result
-        if any(_memory(result) == _memory(t) for t in inputs):
+        if any(memory(result) == memory(t) for t in inputs):
             stopped = stop_gradient(result)
             # held, so that no other tensor is taken for them
-            self.cut |= {_memory(result): result, _memory(stopped): stopped}
+            self.cut |= {memory(result): result, memory(stopped): stopped}
             return stopped
         return stop_gradient(result)
 
@@ -345,7 +362,7 @@ class _Autograd(TorchFunctionMode):
             if not isinstance(t, Tensor):
                 continue
             unseen = t.requires_grad and (name == "detach_" or not torch.is_grad_enabled())
-            if unseen or _memory(t) in self.cut:
+            if unseen or memory(t) in self.cut:
                 raise CaptureError(
                     f"{name} changes a tensor of shape {tuple(t.shape)} behind autograd's back "
                     "(under no_grad, or through detach() or .data), so that its derivative is "
@@ -366,6 +383,7 @@ def _opened(function: FunctionType) -> Callable:
 
 
 def _no(*_: Any) -> bool:
+    """What `has_torch_function` answers where nobody watches."""
     return False
 
 
@@ -427,10 +445,6 @@ _QUESTIONS = frozenset(
 def _writes(name: str, kwargs: dict) -> bool:
     inplace = name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
     return inplace or name == "__setitem__" or kwargs.get("out") is not None
-
-
-def _memory(t: Tensor) -> Any:
-    return t.untyped_storage()._cdata
 
 
 # Left by autograd's own kernels. What cuts a derivative off is `stop_gradient` by now.
@@ -539,17 +553,16 @@ class _Converter:
         return (item,)
 
     def _translate(self, item: Any) -> Any:
-        if isinstance(item, torch.fx.Node):
-            if (item, 0) in self.number:
-                return Ref(self.number[item, 0])
-            return size(item.meta["val"])
-        if isinstance(item, (tuple, list)):
-            return type(item)(self._translate(part) for part in item)
-        if isinstance(item, dict):
-            return {key: self._translate(part) for key, part in item.items()}
-        return size(item)
+        """An argument of the traced graph's as one of ours."""
+        if not isinstance(item, torch.fx.Node):
+            return size(item)
+        if (item, 0) in self.number:
+            return Ref(self.number[item, 0])
+        return size(item.meta["val"])
 
     def _call(self, node: torch.fx.Node) -> None:
+        """Enter an operator's call as a `Node`; what only names a value anew, or computes a number,
+        is noted and becomes none."""
         if node.target is operator.getitem:
             value = self.number.get((node.args[0], node.args[1]))  # type: ignore[arg-type]
             if value is not None:
@@ -575,7 +588,7 @@ class _Converter:
             raise CaptureError(f"{node.target} cannot be swept: it is control flow; {source(node)}")
         for length in kept_by_squeeze(node):
             self._assume_several(length)
-        args, kwargs = self._translate(node.args), self._translate(node.kwargs)
+        args, kwargs = map_leaves((node.args, node.kwargs), self._translate)
         outputs = []
         for position, part in enumerate(results):
             self.number[node, position] = self._value(part)
@@ -730,9 +743,9 @@ def _join_pieces(graph: torch.fx.Graph) -> None:
     into, as large as the whole, and a sum of as many as there are pieces."""
     pieces: dict[Any, dict[Any, list[torch.fx.Node]]] = {}
     for node in graph.nodes:
-        found = _piece(node)
-        if found is not None:
-            whole, where = found
+        piece = _piece(node)
+        if piece is not None:
+            whole, where = piece
             pieces.setdefault(whole, {}).setdefault(where, []).append(node)
     for (_, dim, length, kind), places in pieces.items():
         order = sorted(places)
@@ -823,24 +836,18 @@ def as_eager(module: torch.fx.GraphModule) -> None:
     it. Recurrent layers with dropout in between are called one by one: of several it leaves the
     dropout out."""
     _pass_on(module)
-    for part in module.modules():
-        if not isinstance(part, torch.fx.GraphModule):
-            continue
-        found = [n for n in part.graph.nodes if _drops_between_layers(n)]
-        for node in found:
+    for part in graphs_in(module):
+        for node in [n for n in part.graph.nodes if _drops_between_layers(n)]:
             if not isinstance(node.args[3], bool):
                 raise CaptureError("packed sequences through recurrent layers with dropout")
             node.target = _recurrent(node.target)
-        if found:
             part.recompile()
 
 
 def _pass_on(module: torch.fx.GraphModule) -> None:
     """Dropout that drops nothing is its input itself, and no copy: who writes to the one writes to
     the other."""
-    for part in module.modules():
-        if not isinstance(part, torch.fx.GraphModule):
-            continue
+    for part in graphs_in(module):
         for node in [n for n in part.graph.nodes if n.target in _DROPOUTS]:
             given = dict(zip(("input", "p", "training"), node.args, strict=False)) | node.kwargs
             train = given.get("training", given.get("train", True))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .._torch import pytree
 from ..errors import CheckError, InputError
-from ..graph import Meta, Node, Ref
+from ..graph import Meta, Node, Ref, map_leaves
 from ..operators import Multilinear, Operator
 from ..rules import LOOP, Call, Rule, find_rule
 from ..spaces import Product, Space
@@ -84,14 +84,7 @@ class _Sample:
                 return Ref(len(tensors) - 1)
             return item
 
-        def walk(item: Any) -> Any:
-            if isinstance(item, (tuple, list)):
-                return type(item)(walk(part) for part in item)
-            if isinstance(item, dict):
-                return {key: walk(part) for key, part in item.items()}
-            return number(item)
-
-        args, kwargs = walk(tuple(args)), walk(kwargs)
+        args, kwargs = map_leaves((tuple(args), kwargs), number)
         metas = tuple(Meta(tuple(t.shape), t.dtype, t.device) for t in tensors)
         many = len(op._schema.returns) > 1 or str(op._schema.returns[0].type).startswith("List")
         node = Node(0, "sample", op, args, kwargs, tuple(range(len(tensors))), (0,), many, "sample")

@@ -245,7 +245,7 @@ def _as_new(net: nn.Module, original: nn.Module) -> bool:
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
-    """Those that a call might change; of buffers only which there are."""
+    """The attributes that a call might change; of buffers only which there are."""
     held = {n: v for n, v in vars(module).items() if n not in ("_buffers", "_modules")}
     buffers = {n: tuple(t.shape) for n, t in module.named_buffers(recurse=False)}
     return {**held, "_buffers": buffers, "_modules": [n for n, _ in module.named_children()]}

@@ -32,6 +32,8 @@ LOSSES = ("cross_entropy", "mse", "bce")
 NORMS = ("squared", "norm", "deviation")
 PENALTIES = ("loss-gradient", "output-gradient", "gradient-match", "bilinear-form", "jacobian",
              "spectral-norm")  # fmt: skip
+NETS = ("separable", "conv", "residual", "mlp", "transformer")  # of demo and bench
+SHOWN = ("loss-gradient", "jacobian", "spectral-norm")  # theirs too
 SHELLS = ("bash", "zsh", "fish")
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
@@ -212,109 +214,120 @@ def _choice(parser: argparse.ArgumentParser, option: str, names: Sequence[str], 
     action.completions = names  # type: ignore[attr-defined]
 
 
+def _add(parser: argparse.ArgumentParser, *rows: tuple[str, Any, str, str]) -> None:
+    """Options as (name, kind, metavar, help): a function of the word that is given, `bool` for a
+    flag, `list` for words of an option that may be repeated."""
+    for option, kind, metavar, told in rows:
+        if kind is bool:
+            parser.add_argument(option, action="store_true", help=told)
+        elif kind is list:
+            parser.add_argument(option, action="append", metavar=metavar, help=told)
+        else:
+            parser.add_argument(option, type=kind, metavar=metavar, help=told)
+
+
+def _complete(parser: argparse.ArgumentParser, **names: Sequence[str]) -> None:
+    """What a shell completes these options with; others may be given."""
+    for action in parser._actions:
+        if action.dest in names:
+            action.completions = names[action.dest]  # type: ignore[attr-defined]
+
+
 def _add_demo(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--net", default="separable", metavar="NAME",
-        help="separable (default), conv, residual, mlp, transformer, or package.module:factory",
+    _add(
+        parser,
+        ("--net", str, "NAME",
+         f"{', '.join(NETS)}, or package.module:factory; default: %(default)s"),
+        ("--weight", _weight, "λ", "of every penalty; default: one for each"),
+        ("--epochs", _count, "N", "default: 16 for the digits, fewer for more images"),
+        ("--data", str, "SOURCE", "digits (default) or mnist-idx:FOLDER"),
+        ("--seconds", _weight, "T", "for each penalty's timing"),
+        ("--out", str, "FOLDER", "for the report, default: %(default)s"),
     )  # fmt: skip
-    parser.add_argument(
-        "--penalty", action="append", metavar="NAME",
-        help="loss-gradient, jacobian, spectral-norm; repeat it; default: the first two",
-    )  # fmt: skip
-    parser.add_argument(
-        "--weight", type=_weight, metavar="λ", help="of every penalty; default: one for each"
-    )
-    parser.add_argument(
-        "--epochs", type=_count, metavar="N", help="default: 16 for the digits, 1 for --data"
-    )
-    parser.add_argument(
-        "--data", default="digits", metavar="SOURCE", help="digits (default) or mnist-idx:FOLDER"
-    )
-    parser.add_argument(
-        "--compile", action="store_true", help="compile the sweeps too (slow start)"
-    )
-    parser.add_argument(
-        "--seconds", type=_weight, default=5.0, metavar="T", help="for each penalty's timing"
-    )
-    parser.add_argument(
-        "--out", default="demo", metavar="FOLDER", help="for the report, default: %(default)s"
-    )
-    _add_common(parser)
+    parser.set_defaults(net="separable", data="digits", seconds=5.0, out="demo")
+    _add_timed(parser)
 
 
 def _add_bench(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--net", action="append", metavar="NAME",
-        help="separable, conv, residual, mlp, transformer; repeat it for several; default: all",
+    _add(
+        parser,
+        ("--net", list, "NAME",
+         f"{', '.join(NETS)}; repeat it for several; default: all"),
+        ("--side", _count, "N", "of the images"),
+        ("--batch", _count, "B", "default: %(default)s"),
+        ("--seconds", _weight, "T", "for all measurements together, default: %(default)g"),
     )  # fmt: skip
-    parser.add_argument(
-        "--penalty", action="append", metavar="NAME",
-        help="loss-gradient, jacobian, spectral-norm; repeat it; default: the first two",
-    )  # fmt: skip
-    parser.add_argument("--side", type=_count, default=16, metavar="N", help="of the images")
-    parser.add_argument(
-        "--batch", type=_count, default=32, metavar="B", help="default: %(default)s"
+    parser.set_defaults(side=16, batch=32, seconds=90.0)
+    _add_timed(parser)
+
+
+def _add_timed(parser: argparse.ArgumentParser) -> None:
+    """What `demo` and `bench` take alike."""
+    _add(
+        parser,
+        ("--penalty", list, "NAME", f"{', '.join(SHOWN)}; repeat it; default: the first two"),
+        ("--compile", bool, "", "compile the sweeps too (slow start)"),
     )
-    parser.add_argument(
-        "--seconds", type=_weight, default=90.0, metavar="T",
-        help="for all measurements together, default: %(default)g",
-    )  # fmt: skip
-    parser.add_argument(
-        "--compile", action="store_true", help="compile the sweeps too (slow start)"
-    )
+    _complete(parser, net=NETS, penalty=SHOWN)
     _add_common(parser)
 
 
 def _add_train(parser: argparse.ArgumentParser) -> None:
     """No defaults here: a TOML file may give what no flag does."""
     parser.add_argument("config", nargs="?", metavar="FILE.toml", help="keys as the options below")
-    for option, metavar, told in (
-        ("--model", "package.module:factory", "returns the net, or a doubleback.Penalised"),
-        ("--data", "package.module:factory", "returns a data set of (x, y), or (training, test)"),
-        ("--out", "FOLDER", "for checkpoints, metrics and the trained net"),
-        ("--output", "KEY", "which output, when the net returns a tuple or a dict"),
-        ("--device", "D", "cpu (default), cuda, …"),
-    ):
-        parser.add_argument(option, metavar=metavar, help=told)
     _choice(parser, "--penalty", [n for n in PENALTIES if n != "bilinear-form"], "as for check")
     _choice(parser, "--loss", LOSSES, f"default: {LOSSES[0]}")
-    _choice(parser, "--norm", NORMS, f"of the gradient, default: {NORMS[0]}")
-    _choice(parser, "--of", ("output", "softmax"), "of jacobian, default: output")
     _choice(parser, "--optimiser", ("adam", "adamw", "sgd"), "default: adam")
     _choice(parser, "--schedule", ("constant", "cosine"), "of the learning rate; default: constant")
     _choice(parser, "--wrap", ("ddp", "fsdp2"), "under torchrun, default: ddp")
-    for option, kind, metavar, told in (
+    _add_penalty(parser)
+    _add(
+        parser,
+        ("--model", str, "package.module:factory", "returns the net, or a doubleback.Penalised"),
+        ("--data", str, "package.module:factory",
+         "returns a data set of (x, y), or (training, test)"),
+        ("--out", str, "FOLDER", "for checkpoints, metrics and the trained net"),
+        ("--device", str, "D", "cpu (default), cuda, …"),
         ("--weight", _weight, "λ", "of the penalty, default: 0.1"),
         ("--lr", _weight, "R", "learning rate, default: 0.001"),
         ("--weight-decay", _weight, "D", "default: 0"),
         ("--momentum", _weight, "M", "of sgd, default: 0"),
         ("--epochs", _count, "N", "default: 10"),
         ("--batch", _count, "B", "of all processes together, default: 64"),
-        ("--index", _index, "I", "output node of output-gradient and gradient-match, or sum"),
-        ("--projections", _count, "N", "of jacobian: estimate"),
-        ("--chunk", _count, "C", "of jacobian: seeds at a time"),
-        ("--iterations", _count, "K", "of spectral-norm, default: 5"),
         ("--seed", int, "S", "default: 0"),
         ("--checkpoint-every", _count, "N", "steps, default: 100"),
         ("--log-every", _count, "N", "steps, default: 10"),
         ("--keep", _count, "N", "checkpoints, default: 2"),
-    ):
-        parser.add_argument(option, type=kind, metavar=metavar, help=told)
+        ("--resume", bool, "", "go on from the latest checkpoint"),
+    )  # fmt: skip
     parser.add_argument("--tensorboard", action="store_true", default=None, help="write events too")
-    parser.add_argument("--resume", action="store_true", help="go on from the latest checkpoint")
+
+
+def _add_penalty(parser: argparse.ArgumentParser) -> None:
+    """What a penalty is made with, whichever it is."""
+    _choice(parser, "--norm", NORMS, f"of the gradient, default: {NORMS[0]}")
+    _choice(parser, "--of", ("output", "softmax"), "of jacobian, default: output")
+    _add(
+        parser,
+        ("--index", _index, "I", "output node of output-gradient and gradient-match, or sum"),
+        ("--projections", _count, "N", "of jacobian: estimate"),
+        ("--chunk", _count, "C", "of jacobian: seeds at a time"),
+        ("--iterations", _count, "K", "of spectral-norm, default: 1 (train: 5)"),
+        ("--output", str, "KEY", "which output, when the net returns a tuple or a dict"),
+    )
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--device", default="cpu", metavar="D", help="cpu (default), cuda, cuda:1, …"
+    _add(
+        parser,
+        ("--device", str, "D", "cpu (default), cuda, cuda:1, …"),
+        ("--seed", int, "S", "default: %(default)s"),
     )
-    parser.add_argument("--seed", type=int, default=0, metavar="S", help="default: %(default)s")
+    parser.set_defaults(device="cpu", seed=0)
 
 
 def _add_doctor(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--no-compile", action="store_true", help="do not try the compiler, which takes a while"
-    )
+    _add(parser, ("--no-compile", bool, "", "do not try the compiler, which takes a while"))
 
 
 def _add_completion(parser: argparse.ArgumentParser) -> None:
@@ -323,22 +336,20 @@ def _add_completion(parser: argparse.ArgumentParser) -> None:
 
 def _add_landscape(parser: argparse.ArgumentParser) -> None:
     _add_model(parser, shape_required=False)
-    parser.add_argument("--input", metavar="FILE", help="a batch, saved by torch.save or NumPy")
-    parser.add_argument("--labels", metavar="FILE", help="its labels or targets; default: random")
-    parser.add_argument(
-        "--parameter", metavar="NAME[I,J]",
-        help="such as fc1.weight[3,1]; default: the weight in which the penalty is steepest",
+    _add(
+        parser,
+        ("--input", str, "FILE", "a batch, saved by torch.save or NumPy"),
+        ("--labels", str, "FILE", "its labels or targets; default: random"),
+        ("--parameter", str, "NAME[I,J]",
+         "such as fc1.weight[3,1]; default: the weight in which the penalty is steepest"),
+        ("--layer", str, "NAME,…", "a random direction over the parameters of these layers"),
+        ("--input-line", bool, "", "a random line through the inputs"),
+        ("--out", str, "FOLDER", "default: %(default)s"),
     )  # fmt: skip
-    parser.add_argument(
-        "--layer", metavar="NAME,…", help="a random direction over the parameters of these layers"
-    )
-    parser.add_argument(
-        "--input-line", action="store_true", help="a random line through the inputs"
-    )
     parser.add_argument(
         "--span", type=float, nargs=2, metavar=("FROM", "TO"), help="default: ±1 around the net"
     )
-    parser.add_argument("--out", default="landscape", metavar="FOLDER", help="default: %(default)s")
+    parser.set_defaults(out="landscape")
 
 
 def _add_model(parser: argparse.ArgumentParser, shape_required: bool = True) -> None:
@@ -354,23 +365,11 @@ def _add_model(parser: argparse.ArgumentParser, shape_required: bool = True) -> 
     )  # fmt: skip
     _choice(parser, "--penalty", PENALTIES, f"default: {PENALTIES[0]}")
     _choice(parser, "--loss", LOSSES, f"of loss-gradient, default: {LOSSES[0]}")
-    _choice(parser, "--norm", NORMS, f"of the gradient, default: {NORMS[0]}")
-    parser.add_argument(
-        "--index", type=_index, metavar="I",
-        help="output node of output-gradient and gradient-match, or sum",
-    )  # fmt: skip
-    _choice(parser, "--of", ("output", "softmax"), "of jacobian, default: output")
-    parser.add_argument("--projections", type=_count, metavar="N", help="of jacobian: estimate")
-    parser.add_argument("--chunk", type=_count, metavar="C", help="of jacobian: seeds at a time")
-    parser.add_argument("--iterations", type=_count, metavar="K", help="of spectral-norm")
-    parser.add_argument(
-        "--output", metavar="KEY", help="which output, when the net returns a tuple or a dict"
-    )
-    parser.add_argument(
-        "--classes", type=_count, metavar="C", help="labels are below C, default: the output's"
-    )
-    parser.add_argument(
-        "--eval", action="store_true", help="put the net into evaluation mode first"
+    _add_penalty(parser)
+    _add(
+        parser,
+        ("--classes", _count, "C", "labels are below C, default: the output's"),
+        ("--eval", bool, "", "put the net into evaluation mode first"),
     )
     _add_common(parser)
 
@@ -395,7 +394,7 @@ COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None], str]] 
 
 
 def completions() -> dict[str, dict[str, Sequence[str]]]:
-    """Of every command its options, with their values where these are few."""
+    """The options of every command, with their values where these are few."""
     parser = _parser()
     return {
         name: {

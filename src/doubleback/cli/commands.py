@@ -290,14 +290,19 @@ def _kinds() -> list[str]:
     return ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
 
+def _threads() -> str:
+    count = torch.get_num_threads()
+    return f"{count} thread{'s' * (count > 1)}"
+
+
 def _device_name(where: torch.device) -> str:
     if where.type == "cuda":
         return torch.cuda.get_device_name(where)
-    return f"CPU, {torch.get_num_threads()} threads"
+    return f"CPU, {_threads()}"
 
 
 def _devices() -> list[str]:
-    lines = [f"cpu: {platform.machine()}, {torch.get_num_threads()} threads"]
+    lines = [f"cpu: {platform.machine()}, {_threads()}"]
     for i in range(torch.cuda.device_count()):
         seen = torch.cuda.get_device_properties(i)
         size = f"{seen.total_memory / 2**30:.0f} GiB"

@@ -182,7 +182,7 @@ class Processes:
         return bool(seen)
 
     def gathered(self, values: dict[str, Any]) -> dict[str, Any]:
-        """Those of all processes, on the first, under rank/name."""
+        """The values of all processes, on the first one, under rank/name."""
         parts: list[Any] = [None] * self.count
         if self.count > 1:
             dist.gather_object(values, parts if self.first else None)
@@ -195,7 +195,7 @@ class Processes:
 
 
 class Checkpoints:
-    """Of one run: `step-N` folders, each whole."""
+    """The checkpoints of one run: `step-N` folders, each whole."""
 
     def __init__(self, folder: Path, keep: int) -> None:
         self.folder, self.keep = folder, keep
@@ -260,7 +260,8 @@ class Checkpoints:
 
 
 def _packed(tensors: Mapping[str, Tensor]) -> bytes:
-    """As safetensors; each with memory of its own, so that tied weights are written out."""
+    """The tensors as a safetensors file; each has memory of its own, so that tied weights are
+    written out."""
     save = importlib.import_module("safetensors.torch").save
     return save({name: t.detach().cpu().clone().contiguous() for name, t in tensors.items()})
 
@@ -591,6 +592,7 @@ def run(arguments: argparse.Namespace) -> int:
             f"--out: {settings.out} holds a run of {existing[-1][0]} steps: --resume to go on with "
             "it, or another --out"
         )
+    shared.keep_memory()
     try:
         return _whole(Training(settings), arguments)
     finally:

@@ -13,7 +13,6 @@ import importlib.machinery
 import importlib.util
 import sys
 import threading
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -28,19 +27,37 @@ from .._torch import (
     get_current_graph_task_keep_graph,
     will_engine_execute_node,
 )
-from ..capture import Surroundings, as_eager, forget, leaving_transforms, plain, teach
-from ..errors import CaptureError, InputError, StaleGraphError, let_through, warn
-from ..graph import many, saving_hooks_off
+from ..capture import (
+    Surroundings,
+    as_eager,
+    first_line,
+    forget,
+    leaving_transforms,
+    plain,
+    teach,
+)
+from ..errors import CaptureError, StaleGraphError, let_through, warn
+from ..graph import many, memory, saving_hooks_off
 from ..kernels import batched
-from ..patch import patched, supported
+from ..patch import hold_patch, patched_where_known
 from ..run import no_autocast, quiet, sound
 from .functions import is_linear
 from .loss import held_modules
-from .region import Pieces, RegionCode, base_of, depends_on, look, lost_write, reached
-from .tracing import Stages
+from .region import (
+    Pieces,
+    RegionCode,
+    bare,
+    base_of,
+    depends_on,
+    fake_mode_of,
+    look,
+    lost_write,
+    on_tape,
+    reached,
+)
+from .tracing import NO_CUDA_GRAPHS, Stages, inductor_options
 
 NAME = "doubleback"
-COMPILERS = ("inductor", "eager")
 VARIANTS = 4  # graphs of one region that answer questions about sizes differently
 
 
@@ -98,9 +115,7 @@ def _compiled(
 
 def _is_trained(inputs: Sequence[Any]) -> bool:
     """Whether autograd has anything to do."""
-    return torch.is_grad_enabled() and any(
-        isinstance(t, Tensor) and t.requires_grad for t in inputs
-    )
+    return torch.is_grad_enabled() and any(map(on_tape, inputs))
 
 
 def _guard_hooks() -> None:
@@ -116,7 +131,7 @@ def _guard_hooks() -> None:
 
 
 def _guard_surroundings(builder: Any, _: Any) -> None:
-    """Likewise methods that are replaced on a module's class, and hooks of all modules."""
+    """Methods that are replaced on a module's class, and hooks of all modules, are noticed too."""
     named = [builder.scope["G"].get(name) for name in builder.f_code.co_names]
     around = [Surroundings(m) for m in held_modules(builder.scope["L"], named)]
     known = [each.key() for each in around]
@@ -137,23 +152,15 @@ def _compilers(
     one that is differentiated twice; None: they are not compiled."""
     settings = dict(options or {})
     compiler = settings.pop("compiler", "inductor")
-    if compiler not in COMPILERS:
-        raise InputError(
-            f'options["compiler"] must be one of {", ".join(COMPILERS)}, not {compiler!r}'
-        )
-    if compiler == "eager":
-        if settings or mode:
-            raise InputError('mode and options of Inductor go with compiler="inductor" alone')
+    inductor = inductor_options(compiler, mode, settings, 'options["compiler"]')
+    if inductor is None:
         return _torch.backend_registry.lookup_backend("aot_eager"), None
-    if mode is not None and mode != "default":
-        settings = {**_torch.list_mode_options(mode), **settings}
 
     def compile_first(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable:
         with sound():
-            return _torch.compile_fx(module, inputs, config_patches=settings or None)  # type: ignore[return-value]
+            return _torch.compile_fx(module, inputs, config_patches=inductor or None)  # type: ignore[return-value]
 
-    # a CUDA graph's results are overwritten by its next run: passes hold theirs for one another
-    return compile_first, {**settings, "triton.cudagraphs": False}
+    return compile_first, {**inductor, **NO_CUDA_GRAPHS}
 
 
 # ------------------------------------------------------------------------------ a region
@@ -216,14 +223,8 @@ class CompiledRegion:
             )
         if code.branches:
             raise CaptureError("torch.cond has no second derivative in a graph")
-        mode = next((t.fake_mode for t in code.examples if isinstance(t, _torch.FakeTensor)), None)
-        if mode is None:
-            raise CaptureError("it is given no tensor")
-        # another name only where there is need: a number's stand-in remembers its symbol
-        self._examples = [
-            t.detach() if isinstance(t, Tensor) and t.requires_grad else t for t in code.examples
-        ]
-        with mode, _plainly():
+        self._examples = [bare(t) for t in code.examples]
+        with fake_mode_of(code.examples), _plainly():
             self._layout = look(code, self._examples, None)
             self.behind_results = self._layout.behind_results
             self._drawn_examples = [d.make(*d.sizes) for d in code.draws]
@@ -274,13 +275,11 @@ class CompiledRegion:
         warn(f"a region of the compiled code runs on autograd: {reason}")
 
     def _hold_patch(self) -> None:
-        """The library's second derivatives, for as long as this region lives: it runs on autograd,
-        and putting them in takes as long as a small step."""
-        if supported(torch.__version__) and not self._patched:
+        """The library's second derivatives, for as long as this region lives: it runs on autograd
+        from now on."""
+        if not self._patched:
             self._patched = True
-            held = patched()
-            held.__enter__()
-            weakref.finalize(self, held.__exit__, None, None, None).atexit = False
+            hold_patch(self)
 
     # ---------------------------------------------------------------------------- calls
 
@@ -303,7 +302,7 @@ class CompiledRegion:
         return stages.layout.results_of(inputs, outputs, iter(stages.numbers(*numbers)))
 
     def _stages(self, numbers: Sequence[int]) -> Stages | None:
-        """Those that serve all that was asked for so far at these sizes. None: autograd does."""
+        """The passes that serve all that was asked for so far at these sizes; None: autograd."""
         with self._lock:
             wanted = tuple(sorted(self.wanted))
             self.variants = [
@@ -326,9 +325,9 @@ class CompiledRegion:
                 raise
             except Exception as error:
                 let_through(error, handled)
-                cause = _told(error)
+                cause = f"its second derivative cannot be traced: {first_line(error)}"
                 forget(error)
-                self._refuse(cause)
+                self._refuse(CaptureError(cause))
                 return None
             self.variants.append(made)
             return made if made.fits(numbers) else None
@@ -351,7 +350,7 @@ class CompiledRegion:
                 f"a compiled region cannot be differentiated twice: {self.code.obstacle}; put "
                 "@torch.compiler.disable on the function that it is in"
             )
-        with torch.enable_grad(), _patch():
+        with torch.enable_grad(), patched_where_known():
             inputs, names = self._again(held)
             ends = outputs_of(self._run_again(inputs))
             return _gradients(ends, [names[i] for i in wanted], along, create_graph)
@@ -362,7 +361,7 @@ class CompiledRegion:
         create_graph: bool,
     ) -> tuple[dict[int, Tensor | None], list[Tensor | None]]:  # fmt: skip
         """The derivatives of those gradients along `across`: by inputs, and by `along`."""
-        with torch.enable_grad(), _patch():
+        with torch.enable_grad(), patched_where_known():
             inputs, names = self._again(held)
             # other names, so that the way stops here
             along = [t.view_as(t) if t is not None and t.requires_grad else t for t in along]
@@ -373,7 +372,7 @@ class CompiledRegion:
             by_along = iter(gradients[len(names) :])
             return (
                 dict(zip(names, gradients, strict=False)),
-                [next(by_along) if _moves(t) else None for t in along],
+                [next(by_along) if on_tape(t) else None for t in along],
             )
 
     def _again(self, held: Held) -> tuple[list[Any], dict[int, Tensor]]:
@@ -432,11 +431,7 @@ class Held:
 def _gradients(
     ends: Sequence[Any], at: Sequence[Tensor], along: Sequence[Tensor | None], create_graph: bool
 ) -> list[Tensor | None]:
-    pairs = [
-        (y, t)
-        for y, t in zip(ends, along, strict=False)
-        if isinstance(y, Tensor) and y.requires_grad and t is not None
-    ]
+    pairs = [(y, t) for y, t in zip(ends, along, strict=False) if on_tape(y) and t is not None]
     if not pairs or not at:
         return [None] * len(at)
     with no_autocast():
@@ -447,19 +442,11 @@ def _gradients(
     return list(gradients)
 
 
-def _moves(t: Any) -> bool:
-    return isinstance(t, Tensor) and t.requires_grad
-
-
 def _generators() -> list[Tensor]:
     states = [torch.get_rng_state()]
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         states.append(torch.cuda.get_rng_state())
     return states
-
-
-def _patch() -> Any:
-    return patched() if supported(torch.__version__) else nullcontext()
 
 
 def _executed(ctx: Any, skipped: int) -> list[int]:
@@ -540,6 +527,7 @@ def _watch(function: Any, region: CompiledRegion) -> None:
         return outputs
 
     def open_backward(ctx: Any, *grads: Any) -> Any:
+        """AOTAutograd's backward, or autograd once more where that has no derivative."""
         keep = get_current_graph_task_keep_graph()
         create_graph = torch.is_grad_enabled()
         donated = keep and function.compiled_bw is not None and metadata.bw_donated_idxs
@@ -557,7 +545,7 @@ def _watch(function: Any, region: CompiledRegion) -> None:
         grads = tuple(own)
         wanted = _executed(ctx, 0)
         if create_graph:
-            region.ask(wanted, any(map(_moves, grads)))
+            region.ask(wanted, any(map(on_tape, grads)))
         gradients = region.replay(ctx.held, ends, grads, wanted, create_graph)
         each = dict(zip(wanted, gradients, strict=True))
         return tuple(each.get(i) for i in range(len(ctx.tensors)))
@@ -630,9 +618,8 @@ def _apart(outputs: list[Tensor]) -> list[Tensor]:
     seen: set[int] = set()
     apart = []
     for t in outputs:
-        memory = t.untyped_storage()._cdata
-        apart.append(t.clone() if memory in seen else t)
-        seen.add(memory)
+        apart.append(t.clone() if memory(t) in seen else t)
+        seen.add(memory(t))
     return apart
 
 
@@ -641,16 +628,16 @@ def _keep_apart(
 ) -> None:
     """Values that are kept and lie in the memory of an output are copied: autograd would not notice
     that a caller writes there. Of those in an input's memory it is noted which."""
-    own = {t.untyped_storage()._cdata: t for t in outputs}
-    given = {t.untyped_storage()._cdata: i for i, t in enumerate(inputs) if isinstance(t, Tensor)}
+    own = {memory(t): t for t in outputs}
+    given = {memory(t): i for i, t in enumerate(inputs) if isinstance(t, Tensor)}
     viewed = set()
     for name in call.tensors:
         t = values[name]
-        memory = t.untyped_storage()._cdata
-        if memory in own and t is not own[memory]:
+        where = memory(t)
+        if where in own and t is not own[where]:
             values[name] = t.clone()
-        elif memory in given and t is not inputs[given[memory]]:
-            viewed.add(given[memory])
+        elif where in given and t is not inputs[given[where]]:
+            viewed.add(given[where])
     call.viewed = sorted(viewed)
 
 
@@ -689,6 +676,8 @@ class RegionForward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, _: Tensor | None, *grads: Tensor | None) -> tuple:
+        """Gradients of the inputs, from what arrives at the outputs and from what the region's own
+        gradients have left, if they were differentiated: one run of the pass `second` for both."""
         call: RegionCall = ctx.call
         stages = call.stages
         token, *tensors = ctx.saved_tensors
@@ -758,7 +747,7 @@ def _differentiable(
     call: RegionCall = ctx.call
     region, stages = call.region, call.stages
     wanted = _executed(ctx, 1)
-    moving = any(map(_moves, grads))
+    moving = any(map(on_tape, grads))
     region.ask(wanted, moving)
     made = set(wanted) <= set(stages.wanted) and moving <= stages.moving
     if made and not batched():  # graphs take one cotangent each
@@ -843,19 +832,9 @@ def _plainly() -> Iterator[None]:
         raise
     except Exception as error:
         let_through(error, handled)
-        lines = str(error).strip().splitlines()
-        cause = CaptureError(f"{type(error).__name__}: {lines[0] if lines else ''}")
+        cause = CaptureError(f"{type(error).__name__}: {first_line(error)}")
         forget(error)
         raise cause from None
-
-
-def _told(error: Exception) -> CaptureError:
-    """What went wrong with a region's derivatives, in one line."""
-    inner = getattr(error, "inner_exception", None) or error
-    lines = [line.strip() for line in str(inner).splitlines() if line.strip()]
-    return CaptureError(
-        f"its second derivative cannot be traced: {lines[0] if lines else type(inner).__name__}"
-    )
 
 
 def register() -> None:

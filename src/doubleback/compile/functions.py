@@ -13,20 +13,18 @@ import torch
 
 from .. import _torch
 from .._torch import pytree
+from ..capture import THROUGH, graphs_in
 
-# These do nothing to derivatives.
-THROUGH = ("tag_activation_checkpoint", "wrap", "wrap_activation_checkpoint")
 APPLY = "autograd_function_apply"
 COND = "cond"  # which eager differentiates, and a trace does not
 
 
 def on_functions(module: torch.nn.Module) -> Iterator[tuple[torch.fx.GraphModule, Any]]:
     """Calls of operators on whole functions, and the graphs that they are in."""
-    for part in module.modules():
-        if isinstance(part, torch.fx.GraphModule):
-            for node in part.graph.nodes:
-                if isinstance(node.target, _torch.HigherOrderOperator):
-                    yield part, node
+    for part in graphs_in(module):
+        for node in part.graph.nodes:
+            if isinstance(node.target, _torch.HigherOrderOperator):
+                yield part, node
 
 
 def obstacle(module: torch.nn.Module) -> str | None:

@@ -11,16 +11,12 @@ from __future__ import annotations
 
 import functools
 import inspect
-import itertools
-import os
 import sys
 import threading
 import time
-import traceback
-import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -39,13 +35,16 @@ from .._torch import (
 from ..capture import (
     Surroundings,
     assigns_data,
+    captured_by,
+    first_line,
     forget,
     is_distributed,
     leaving_transforms,
     plain,
+    refuse_modes,
+    remedy,
+    stopped_at,
     teach,
-    turn,
-    under_way,
 )
 from ..errors import (
     CaptureError,
@@ -54,21 +53,21 @@ from ..errors import (
     ThirdDerivativeError,
     warn,
 )
+from ..graph import memory
 from ..kernels import batched
-from ..patch import patched, supported
+from ..patch import hold_patch, patched, patched_where_known, supported
 from ..run import no_autocast, quiet
-from .tracing import WholeStep, take_mark, trace_whole
+from .tracing import NO_CUDA_GRAPHS, WholeStep, inductor_options, take_mark, trace_whole
 
 MANY = 8  # traces of one loss, after which it is said what they cost
 MOST = 64  # traces of one loss, after which it runs on autograd where none fits
 PATIENCE = 50  # how many times as long as a failed trace took to wait before the next
 
-COMPILERS = ("inductor", "eager")
-
 
 def compile(
-    fn: Callable[..., Any], *, compiler: str = "inductor", scaler: Any = None,
-    dynamic: bool | None = None, strict: bool = False,
+    fn: Callable[..., Any], *, compiler: str = "inductor", mode: str | None = None,
+    options: dict[str, Any] | None = None, scaler: Any = None, dynamic: bool | None = None,
+    strict: bool = False,
 ) -> Compiled:  # fmt: skip
     """`step = compile(fn)`: a loss with any derivatives inside, as one graph of value and gradient.
 
@@ -77,6 +76,8 @@ def compile(
         the gradients of all parameters that fn meets, and of tensors among its arguments that
         require grad. Only the loss is differentiable; all else that fn returns is detached.
     compiler: "inductor", or "eager", which replays the graph kernel by kernel.
+    mode, options: Inductor's, as for `torch.compile` ("max-autotune", {"cpp_wrapper": True}), but
+        for its CUDA graphs, in whose memory the next call would overwrite gradients.
     scaler: the `torch.amp.GradScaler` that the loss is scaled with, where float16 is in the graph:
         gradients are computed in the same call as the loss, and are scaled there.
     dynamic: as for `torch.compile`. None: a size is a symbol once it has changed.
@@ -98,11 +99,16 @@ def compile(
     """
     if not callable(fn):
         raise InputError(f"compile takes a function that returns a loss, not {fn!r}")
-    if compiler not in COMPILERS:
-        raise InputError(f"compiler must be one of {', '.join(COMPILERS)}, not {compiler!r}")
+    if mode == "reduce-overhead" or (options or {}).get("triton.cudagraphs"):
+        raise InputError(
+            "a compiled loss runs without CUDA graphs, whose next run would overwrite the "
+            'gradients; options={"cpp_wrapper": True} takes work off the host'
+        )
+    inductor = inductor_options(compiler, mode, options, "compiler")
+    inductor = None if inductor is None else {**inductor, **NO_CUDA_GRAPHS}
     if scaler is not None and not hasattr(scaler, "scale"):
         raise InputError(f"scaler must be a torch.amp.GradScaler, not {type(scaler).__name__}")
-    return Compiled(fn, compiler, scaler, dynamic, strict)
+    return Compiled(fn, inductor, scaler, dynamic, strict)
 
 
 class Compiled:
@@ -112,10 +118,11 @@ class Compiled:
     """
 
     def __init__(
-        self, fn: Callable, compiler: str, scaler: Any, dynamic: bool | None, strict: bool
-    ) -> None:
+        self, fn: Callable, inductor: dict[str, Any] | None, scaler: Any, dynamic: bool | None,
+        strict: bool,
+    ) -> None:  # fmt: skip
         functools.update_wrapper(self, fn, updated=())
-        self.fn, self.compiler, self.scaler = fn, compiler, scaler
+        self.fn, self.inductor, self.scaler = fn, inductor, scaler
         self.dynamic, self.strict = dynamic, strict
         self.traces = 0
         self.refusal: CaptureError | None = None
@@ -123,7 +130,7 @@ class Compiled:
         self._constants = False  # whether Python's numbers are constants of the graph
         self._patched = False
         self._warned: set[str] = set()
-        self._changes: list[str] = []
+        self.changes: list[str] = []
         self._surroundings: dict[Any, tuple[Surroundings, ...]] = {}
         self._functions: dict[Any, Callable] = {}
         self._run = torch.compiler.disable(self._call)
@@ -134,7 +141,7 @@ class Compiled:
 
     def __reduce__(self) -> tuple:
         """Copies and pickles begin without graphs, which belong to the function as it was."""
-        return Compiled, (self.fn, self.compiler, self.scaler, self.dynamic, self.strict)
+        return Compiled, (self.fn, self.inductor, self.scaler, self.dynamic, self.strict)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._run(args, kwargs)  # type: ignore[call-arg]
@@ -148,6 +155,7 @@ class Compiled:
         now = time.monotonic()
         if self.refusal is None or now >= self._again:
             try:
+                refuse_modes(f"{_name(self.fn)} cannot be traced")
                 return self._through(args, kwargs)
             except CaptureError as error:
                 if self.strict:
@@ -160,13 +168,10 @@ class Compiled:
         return result
 
     def _on_autograd(self, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """fn itself. Putting the library's derivatives in takes as long as a small step, so they
-        stay from the first such call on, for as long as this object lives."""
-        if not self._patched and supported(torch.__version__):
+        """fn itself, under the library's derivatives, which stay from the first such call on."""
+        if not self._patched:
             self._patched = True
-            held = patched()
-            held.__enter__()
-            weakref.finalize(self, held.__exit__, None, None, None).atexit = False
+            hold_patch(self)
         result = self.fn(*args, **kwargs)
         loss = _first(result)
         _check(loss, torch.is_grad_enabled())
@@ -202,13 +207,13 @@ class Compiled:
             raise
 
     def _enter(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """One attempt: by the graph that fits, which Dynamo captures where there is none yet."""
         call = _LossCall(args, kwargs)
         stack = _calls()
         stack.append(call)
         failure, returned, handled = None, (None, None), sys.exception()
         try:
-            settings = _torch.dynamo_config.patch(_settings(self._constants))
-            with turn, leaving_transforms(), settings:
+            with leaving_transforms():
                 returned = self._function((*args, *kwargs.values()))(
                     self.fn, call.args, call.kwargs, _TOOLS
                 )  # fmt: skip
@@ -230,33 +235,19 @@ class Compiled:
         return _with_first(result, loss, lambda t: t)
 
     def _function(self, args: tuple) -> Callable:
-        """`_observed` with a code object and a name of its own: by the one Dynamo keeps its graphs,
-        by the other it remembers which sizes have changed."""
+        """`_observed` under Dynamo, for the modules as they are now."""
         given = [m for m in args if isinstance(m, nn.Module)]
         key = self._key(given)
         function = self._functions.get(key)
         if function is None:
             self._surroundings.clear()
             key = self._key(given)
-            code = _observed.__code__.replace(co_name=f"call_loss_{next(_count)}")
-            # Dynamo looks for other functions' globals in the module of their name
-            own = FunctionType(code, _globals(self.fn))
-            me = weakref.ref(self)  # Dynamo never forgets a backend
-
-            def receive(module: torch.fx.GraphModule, given: Sequence[Any]) -> Callable:
-                return me()._receive(module, given)  # type: ignore[union-attr]
-
-            def changed(failure: Any) -> None:
-                me()._changed(failure)  # type: ignore[union-attr]
-
             _follow_requires_grad(_calls)
             teach()
             _refuse_to_tell_leaves(_calls)
-            optimise = _torch.dynamo_optimize(
-                receive, nopython=True, dynamic=self.dynamic, guard_fail_fn=changed
-            )
-            function = optimise(own)
-            assert function is not None
+            # Dynamo looks for other functions' globals in the module of their name
+            scope = _globals(self.fn)
+            function = captured_by(self, _observed, "call_loss", scope, self.dynamic)
             if len(self._functions) >= MANY:
                 self._functions.pop(next(iter(self._functions)))
             self._functions[key] = function
@@ -273,10 +264,25 @@ class Compiled:
         keys = (self._surroundings[holder] for holder in (self, *given))
         return tuple([s.key() for each in keys for s in each])
 
-    def _changed(self, failure: Any) -> None:
-        self._changes = [*self._changes[-3:], str(failure.reason).splitlines()[0]]
+    def settings(self) -> dict[str, Any]:
+        """Dynamo's, for a trace."""
+        constants = self._constants
+        wanted = {
+            "trace_autograd_ops": True,  # torch.autograd.grad in the graph
+            "allow_rnn": True,
+            "allow_unspec_int_on_nn_module": not constants,  # a counter is no reason to trace anew
+            "specialize_int": constants,
+            "specialize_float": constants,
+            "skip_nnmodule_hook_guards": False,  # hooks may come and go
+            "recompile_limit": MOST,
+            "accumulated_recompile_limit": 4 * MOST,
+            "fail_on_recompile_limit_hit": False,
+            "use_recursive_dict_tags_for_guards": False,  # as from 2.13 on: it skips guards
+            "invalidate_compile_context_weakrefs": True,  # parameters can be swapped
+        }
+        return {name: value for name, value in wanted.items() if _known(name)}
 
-    def _receive(self, module: torch.fx.GraphModule, given: Sequence[Any]) -> Callable:
+    def receive(self, module: torch.fx.GraphModule, given: Sequence[Any]) -> Callable:
         """Dynamo's backend: the graph is differentiated and compiled, and run by whoever calls."""
         call = _calls()[-1]
         try:
@@ -299,8 +305,8 @@ class Compiled:
                 )
             if assigns_data(module):
                 raise CaptureError("it assigns to a tensor's .data")
-            with _patch(), quiet():
-                step = trace_whole(module, given, self.compiler, self.scaler is not None, _check)
+            with patched_where_known(), quiet():
+                step = trace_whole(module, given, self.inductor, self.scaler is not None, _check)
         except InputError as error:
             call.error = error
             raise
@@ -312,7 +318,7 @@ class Compiled:
                 "float16",
             )
         if self.traces == MANY:
-            changes = "; ".join(dict.fromkeys(self._changes))
+            changes = "; ".join(dict.fromkeys(self.changes))
             self._say(
                 f"{_name(self.fn)} was traced {MANY} times because what it reads changed "
                 f"({changes}), and will be at every change; pass what changes often as a tensor",
@@ -327,6 +333,8 @@ class Compiled:
     # ------------------------------------------------------------------------------ calls
 
     def _launch(self, step: WholeStep, inputs: Sequence[Any]) -> Sequence[Any]:
+        """What Dynamo's code calls in the graph's place: the loss with its gradients, and what else
+        fn returns."""
         call = _calls()[-1]
         try:
             _refuse_shared(step, inputs)
@@ -334,10 +342,12 @@ class Compiled:
             scale = None
             if step.scaled:
                 scale = self.scaler.scale(torch.ones((), device=step.device))
-            job = _Job(step, [t.detach() if isinstance(t, Tensor) else t for t in inputs], scale)
+            job = _LossRun(
+                step, [t.detach() if isinstance(t, Tensor) else t for t in inputs], scale
+            )
             if step.trained:
                 trained = [call.original(inputs[i]) for i in step.trained]
-                loss = _Value.apply(job, *trained)
+                loss = _LossNode.apply(job, *trained)
             else:
                 with torch.no_grad():
                     loss = job.run()[0]
@@ -427,13 +437,13 @@ def _refuse_shared(step: WholeStep, inputs: Sequence[Any]) -> None:
     the graph they are strangers."""
     if not step.written:
         return
-    memory = [t.untyped_storage()._cdata if isinstance(t, Tensor) else None for t in inputs]
-    count = Counter(memory)
-    if any(count[memory[i]] > 1 for i in step.written):
+    places = [memory(t) if isinstance(t, Tensor) else None for t in inputs]
+    count = Counter(places)
+    if any(count[places[i]] > 1 for i in step.written):
         raise CaptureError("it writes to a tensor that shares memory with another that it reads")
 
 
-class _Job:
+class _LossRun:
     """One call of a graph, and what it yields besides the loss."""
 
     def __init__(self, step: WholeStep, inputs: list[Any], scale: Tensor | None) -> None:
@@ -449,11 +459,11 @@ class _Job:
         return loss, grads
 
 
-class _Value(torch.autograd.Function):
+class _LossNode(torch.autograd.Function):
     """The loss; its gradients wait for the one that arrives at it."""
 
     @staticmethod
-    def forward(ctx: Any, job: _Job, *trained: Tensor) -> Tensor:
+    def forward(ctx: Any, job: _LossRun, *trained: Tensor) -> Tensor:
         loss, ctx.grads = job.run()
         ctx.scale = job.scale
         ctx.trained = trained
@@ -515,6 +525,8 @@ class _NoMore(torch.autograd.Function):
 
 
 class _Attached(torch.autograd.Function):
+    """A gradient, joined to the node that stands for all that it depends on."""
+
     @staticmethod
     def forward(ctx: Any, grad: Tensor, end: Tensor) -> Tensor:
         ctx.save_for_backward(end)
@@ -580,7 +592,7 @@ _TOOLS = (Tensor, torch.ops.doubleback.mark, _aliases, _detached)
 
 
 def _globals(fn: Any) -> dict[str, Any]:
-    """Those of a function, of a method, or of a module's forward."""
+    """The globals of a function, of a method, or of a module's forward."""
     while isinstance(fn, functools.partial):
         fn = fn.func
     if not isinstance(fn, (FunctionType, MethodType)):
@@ -675,44 +687,18 @@ class _LossCall:
 
 
 _local = threading.local()
-_count = itertools.count()
 
 
 def _calls() -> list[_LossCall]:
-    """Those of this thread, the innermost last."""
+    """The calls that run in this thread, the innermost last."""
     if not hasattr(_local, "calls"):
         _local.calls = []
     return _local.calls
 
 
-under_way.append(_calls)
-
-
 @functools.cache
 def _known(name: str) -> bool:
     return hasattr(_torch.dynamo_config, name)
-
-
-def _settings(constants: bool) -> dict[str, Any]:
-    wanted = {
-        "trace_autograd_ops": True,  # torch.autograd.grad in the graph
-        "allow_rnn": True,
-        "allow_unspec_int_on_nn_module": not constants,  # a counter is no reason to trace anew
-        "specialize_int": constants,
-        "specialize_float": constants,
-        "skip_nnmodule_hook_guards": False,  # hooks may come and go
-        "recompile_limit": MOST,
-        "accumulated_recompile_limit": 4 * MOST,
-        "fail_on_recompile_limit_hit": False,
-        "invalidate_compile_context_weakrefs": True,  # parameters can be swapped
-    }
-    return {name: value for name, value in wanted.items() if _known(name)}
-
-
-@contextmanager
-def _patch() -> Iterator[None]:
-    with patched() if supported(torch.__version__) else nullcontext():
-        yield
 
 
 def held_modules(*holders: Any) -> list[nn.Module]:
@@ -747,11 +733,6 @@ def _name(fn: Any) -> str:
     return getattr(fn, "__qualname__", type(fn).__name__)
 
 
-_FOLDERS = tuple(
-    os.path.dirname(os.path.abspath(module.__file__ or "")) for module in (torch, errors, os)
-)
-
-
 class _Refusal(CaptureError):
     """Why a function is not one graph: the cause, its line, a remedy.
 
@@ -760,36 +741,22 @@ class _Refusal(CaptureError):
 
     def __init__(self, fn: Any, error: BaseException) -> None:
         self.lacking = "derivative" in str(error)
-        inner = getattr(error, "inner_exception", None) or error
-        lines = [line.strip() for line in str(inner).strip().splitlines() if line.strip()]
-        text = lines[0] if lines else type(inner).__name__
-        told = next((x for x in lines if x.startswith("Explanation:")), None)
-        text += f": {told.removeprefix('Explanation:').strip()}" if told else ""
-        frames: list[Any] = list(getattr(error, "real_stack", None) or ())
-        frames += traceback.extract_tb(error.__traceback__)
-        own = [f for f in frames if not os.path.abspath(f.filename).startswith(_FOLDERS)]
-        line = f"{os.path.basename(own[-1].filename)}:{own[-1].lineno}" if own else ""
-        hint = next((hint for word, hint in _REMEDIES if word in str(error)), "")
         super().__init__(
-            f"{_name(fn)} cannot be traced as one graph: {text}"
-            + (f"\n  stopped at {line}" if line else "")
-            + (f"\n  Remedy: {hint}." if hint else "")
+            f"{_name(fn)} cannot be traced as one graph: {first_line(error)}"
+            f"{stopped_at(error)}{remedy(str(error), _REMEDIES)}"
         )
 
 
 _REMEDIES = (
-    ("Unsupported Tensor.requires_grad_() call",
+    (r"Unsupported Tensor\.requires_grad_\(\) call",
      "say x = x.detach().requires_grad_() inside the function"),
-    ("returning intermediate with requires_grad_()",
-     "store no tensor that requires grad on Python objects, or detach it"),
-    ("it stores a tensor that requires grad",
+    (r"returning intermediate with requires_grad_\(\)|it stores a tensor that requires grad",
      "store no tensor that requires grad on Python objects, or detach it"),
     ("external grad_fn", "detach what was computed outside, or pass it as an argument"),
-    ("backward()", "use torch.autograd.grad(…, create_graph=True)"),
-    (".item()", "keep Python's branches and sizes independent of the values of tensors"),
-    ("ata-dependent", "keep Python's branches and sizes independent of the values of tensors"),
-    ("ata dependent", "keep Python's branches and sizes independent of the values of tensors"),
+    (r"backward\(\)", "use torch.autograd.grad(…, create_graph=True)"),
+    (r"\.item\(\)|ata.dependent",
+     "keep Python's branches and sizes independent of the values of tensors"),
     ("autograd_function_apply", "write it in PyTorch's own operations, or as a custom operator"),
     ("recompile_limit", "pass what changes at every call as a tensor"),
-    ("C++ compiler", 'without a C++ compiler, db.compile(fn, compiler="eager")'),
+    (r"C\+\+ compiler", 'without a C++ compiler, db.compile(fn, compiler="eager")'),
 )  # fmt: skip

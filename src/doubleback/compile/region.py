@@ -1,8 +1,11 @@
-"""A region of `torch.compile`, as TorchDynamo hands it over: run as eager would, on numbers or on
-tensors without, and looked at: what it draws, which results share memory.
+"""A region of `torch.compile`: a graph of PyTorch's functions that TorchDynamo hands to a backend.
 
-Its random numbers are drawn before it and handed to it: so forward, backward and second derivative,
-however often they run, see the same ones.
+Here it is run as eager would run it; a run on tensors without numbers finds out which random
+numbers it draws and which of its results share memory; and it is cut in pieces where one of its
+results is computed from another.
+
+Its random numbers are drawn before it and handed to it, so that forward, backward and second
+derivative see the same ones, however often they run.
 """
 
 from __future__ import annotations
@@ -20,7 +23,6 @@ from torch.autograd.graph import get_gradient_edge
 
 from .. import _torch
 from .._torch import (
-    FakeTensorMode,
     TorchDispatchMode,
     is_functorch_wrapped_tensor,
     make_fx,
@@ -28,10 +30,11 @@ from .._torch import (
     pytree,
     set_grad_enabled,
 )
-from ..capture import assigns_data, leaving_transforms
+from ..capture import THROUGH, assigns_data, leaving_transforms
 from ..errors import CaptureError
-from ..graph import compile_sizes, many
-from .functions import APPLY, COND, THROUGH, obstacle, on_functions
+from ..graph import OpenSizes, compile_sizes, memory
+from ..run import behind
+from .functions import APPLY, COND, obstacle, on_functions
 
 # ----------------------------------------------------------------------------------- random numbers
 
@@ -83,7 +86,7 @@ class _Randomness(TorchDispatchMode, ABC):
 
     @abstractmethod
     def meet(self, draw: Draw) -> Tensor:
-        """What was drawn."""
+        """The numbers of one draw, which operators are computed from."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
@@ -94,6 +97,8 @@ class _Randomness(TorchDispatchMode, ABC):
         return self._drawn(func, args, kwargs)
 
     def _drawn(self, op: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """What the operator returns, made of numbers that depend on sizes alone: uniform ones in
+        the place of those that depend on a probability, normal ones in that of a mean."""
         if kwargs.get("generator") is not None:
             raise CaptureError(f"{op} draws from a generator of its own")
         if op is aten.native_dropout.default:
@@ -222,7 +227,9 @@ def _is_open(leaf: Any) -> bool:
 class RegionCode:
     """A graph of PyTorch's functions, run as eager would: derivatives are autograd's business.
 
-    draws: random numbers, which are handed to it behind its inputs.
+    examples: Dynamo's inputs without numbers, of which `required` says which require grad; open:
+    the places of its open sizes, floats: of Python's numbers, which come as tensors; draws: random
+    numbers, which are handed to it behind its inputs; obstacle: why it has no second derivative.
     """
 
     def __init__(self, module: torch.fx.GraphModule) -> None:
@@ -234,14 +241,13 @@ class RegionCode:
         ]
         placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
         self.examples = [n.meta["example_value"] for n in placeholders]
-        self.required = [isinstance(t, Tensor) and t.requires_grad for t in self.examples]
+        self.required = [on_tape(t) for t in self.examples]
         self.obstacle = obstacle(self.module)
         self.branches = any(n.target.name() == COND for _, n in on_functions(self.module))
         sizes = [(i, t) for i, t in enumerate(self.examples) if isinstance(t, torch.SymInt)]
         named = {t.node.expr: i for i, t in reversed(sizes) if not t.node.expr.is_number}
         self.open = sorted(named.values())  # of each open size, where it is given first
-        # Python's numbers that change come as tensors, whose item is the number
-        self.floats = [i for i, t in enumerate(self.examples) if _memo(t) is not None]
+        self.floats = [i for i, t in enumerate(self.examples) if _symbolic_number(t) is not None]
 
     def __call__(self, *inputs: Any) -> Sequence[Any]:
         """Its results from inputs and draws, on autograd's tape."""
@@ -309,8 +315,8 @@ class RegionCode:
         return sizes_from(symbols, wanted)
 
 
-def _memo(t: Any) -> Any:
-    """The number that a tensor without numbers stands for, a symbol."""
+def _symbolic_number(t: Any) -> Any:
+    """The symbol of the Python number that a tensor stands for; None for any other tensor."""
     memo = t.item_memo if isinstance(t, _torch.FakeTensor) and t.dim() == 0 else None
     return memo if isinstance(memo, torch.SymFloat) else None
 
@@ -333,12 +339,14 @@ class _AsEager(torch.fx.Interpreter):
                 return _AsEager(body).run(*rest)
             if target.name() == APPLY:
                 forward, backward, *rest = args
-                result = _Applied.apply(forward, backward, kwargs["non_differentiable_idx"], *rest)
+                result = _CallersFunction.apply(
+                    forward, backward, kwargs["non_differentiable_idx"], *rest
+                )
                 return result
         return super().call_function(target, args, kwargs)
 
 
-class _Applied(torch.autograd.Function):
+class _CallersFunction(torch.autograd.Function):
     """A caller's autograd.Function, as Dynamo read it: its backward can be differentiated, too."""
 
     @staticmethod
@@ -401,6 +409,20 @@ def _writes(node: torch.fx.Node, to: torch.fx.Node) -> bool:
 _IN_PLACE = {"setitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow"}
 
 
+def fake_mode_of(examples: Sequence[Any]) -> Any:
+    """The mode of a graph's example inputs, which are tensors without numbers."""
+    mode = next((t.fake_mode for t in examples if isinstance(t, _torch.FakeTensor)), None)
+    if mode is None:
+        raise CaptureError("it is given no tensor")
+    return mode
+
+
+def bare(t: Any) -> Any:
+    """A tensor without its history on autograd's tape, under another name only where it has one:
+    the stand-in for one of Python's numbers remembers its symbol."""
+    return t.detach() if on_tape(t) else t
+
+
 def _copied(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
     """The same graph once more: Inductor changes the one that it is given. Without what Dynamo
     notes of the inputs, which refers to the caller's tensors, so that none could be swapped."""
@@ -425,28 +447,16 @@ def sizes_from(symbols: Sequence[Any], wanted: Sequence[Any]) -> Callable[..., S
 # ------------------------------------------------------------------- tensors without numbers
 
 
-class Stand:
-    """Inputs of a region without numbers, their open sizes as symbols of our own: what is asked
-    about these is checked at each call (`fits`), for Dynamo's guards are fixed by then."""
+class StandIns(OpenSizes):
+    """A region's inputs and draws without numbers, their open sizes as symbols of our own: what is
+    asked about these is checked at each call, for Dynamo's own guards are fixed by then."""
 
     def __init__(self, code: RegionCode, numbers: Sequence[Any]) -> None:
-        self.env = _torch.ShapeEnv()
-        self.mode = FakeTensorMode(shape_env=self.env, allow_non_fake_inputs=True)
-        self.numbers = [self._symbol(n, i) for i, n in enumerate(numbers)]
-        self.symbols = [n.node.expr for n in self.numbers]
-        self._guards: tuple[int, Callable] = (-1, lambda *_: ())
+        super().__init__(numbers)
         self._floats: dict[int, Any] = {}
         self.inputs = self._inputs(code)
-        with self.mode:
+        with self.fakes:
             self.draws = [d.make(*s) for d, s in zip(code.draws, self._draws(code), strict=True)]
-
-    def _symbol(self, number: int, i: int) -> Any:
-        source = _torch.ConstantSource(f"size_{i}")
-        if isinstance(number, float):
-            symbol = self.env.create_unspecified_symbol(number, source)
-            return self.env.create_symfloatnode(symbol, hint=number, source=source)
-        symbol = self.env.create_symbol(number, source, _torch.DimDynamic.DYNAMIC)
-        return self.env.create_symintnode(symbol, hint=number, source=source)
 
     def _inputs(self, code: RegionCode) -> list[Any]:
         shapes = [(*t.shape, *t.stride()) for t in code.examples if isinstance(t, Tensor)]
@@ -458,7 +468,7 @@ class Stand:
         for i, t in enumerate(code.examples):
             if isinstance(t, Tensor):
                 shape, strides = ([next(numbers) for _ in t.shape] for _ in range(2))
-                with self.mode:
+                with self.fakes:
                     given.append(
                         torch.empty_strided(shape, strides, dtype=t.dtype, device=t.device)
                     )
@@ -482,13 +492,6 @@ class Stand:
         for i, number in self._floats.items():
             self.inputs[i].item_memo = number
         return {i: self.inputs[i] for i in self._floats}
-
-    def fits(self, numbers: Sequence[Any]) -> bool:
-        """Whether these answer every question about sizes as the first ones did."""
-        count = len(self.env.guards)
-        if self._guards[0] != count:
-            self._guards = count, compile_sizes([g.expr for g in self.env.guards], self.symbols)
-        return many(numbers) and all(self._guards[1](*numbers))
 
 
 # ------------------------------------------------------------------------- what it is like
@@ -566,24 +569,13 @@ def look(code: RegionCode, inputs: Sequence[Any], draws: Sequence[Tensor] | None
 
 def nodes_of(inputs: Sequence[Any]) -> dict[Any, int]:
     """Autograd's node of each that is on its tape, and its place."""
-    return {get_gradient_edge(t).node: i for i, t in enumerate(inputs) if _on_tape(t)}
+    return {get_gradient_edge(t).node: i for i, t in enumerate(inputs) if on_tape(t)}
 
 
-def behind(end: Any, starts: Mapping[Any, int]) -> frozenset[int]:
+def inputs_behind(end: Any, starts: Mapping[Any, int]) -> frozenset[int]:
     """The places of inputs that a tensor is computed from, by autograd's graph."""
-    found: set[int] = set()
-    seen: set[Any] = set()
-    stack: list[Any] = [end.grad_fn] if isinstance(end, Tensor) else []
-    while stack:
-        node = stack.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if node in starts:
-            found.add(starts[node])
-        else:
-            stack += [following for following, _ in node.next_functions]
-    return frozenset(found)
+    nodes = behind([end]) if isinstance(end, Tensor) else ()
+    return frozenset(starts[node] for node in nodes if node in starts)
 
 
 def reached(sets: Sequence[frozenset[int]], grads: Sequence[Tensor | None]) -> frozenset[int]:
@@ -603,13 +595,7 @@ def _to_write_to(code: RegionCode, inputs: Sequence[Any]) -> list[Any]:
 
 def _is_large(t: Any) -> bool:
     """Not a number: its stand-in remembers its symbol."""
-    return isinstance(t, Tensor) and _memo(t) is None
-
-
-def _memory(t: Tensor) -> int:
-    # a tensor of a transform of torch.func, and one that is sparse, has none that is told
-    told = not is_functorch_wrapped_tensor(t) and t.layout is torch.strided
-    return t.untyped_storage()._cdata if told else id(t)
+    return isinstance(t, Tensor) and _symbolic_number(t) is None
 
 
 def base_of(t: Any) -> Any:
@@ -617,16 +603,18 @@ def base_of(t: Any) -> Any:
 
 
 def _layout(inputs: Sequence[Any], results: Sequence[Any], starts: Mapping[Any, int]) -> Layout:
-    own = {_memory(t): i for i, t in reversed(list(enumerate(inputs))) if isinstance(t, Tensor)}
+    """The layout of what a run has returned. A result in an input's memory is that input or a view
+    of it; of the others, those that share memory are views of one output."""
+    own = {memory(t): i for i, t in reversed(list(enumerate(inputs))) if isinstance(t, Tensor)}
     bases: dict[int, tuple[int, Tensor, bool]] = {}  # of memory: result, base, whether it is one
     for i, t in enumerate(results):
-        if isinstance(t, Tensor) and _memory(t) not in own:
+        if isinstance(t, Tensor) and memory(t) not in own:
             base = base_of(t) if t._is_view() else t
             base = base if base.dtype is t.dtype else t
-            known = bases.get(_memory(t))
+            known = bases.get(memory(t))
             if known is None or (base.requires_grad and not known[1].requires_grad):
-                bases[_memory(t)] = i, base, base is not t
-    places = {memory: place for place, memory in enumerate(bases)}
+                bases[memory(t)] = i, base, base is not t
+    places = {where: place for place, where in enumerate(bases)}
     numbers: list[Any] = []
     kinds = []
     for t in results:
@@ -637,11 +625,11 @@ def _layout(inputs: Sequence[Any], results: Sequence[Any], starts: Mapping[Any, 
         if not isinstance(t, Tensor):
             kinds.append(Result("constant", value=t))
             continue
-        memory = _memory(t)
-        if memory in own:
-            kind, place, base = "input", own[memory], inputs[own[memory]]
+        where = memory(t)
+        if where in own:
+            kind, place, base = "input", own[where], inputs[own[where]]
         else:
-            kind, place, base = "output", places[memory], bases[memory][1]
+            kind, place, base = "output", places[where], bases[where][1]
         view = None
         if t is not base:
             if (t.requires_grad and not base.requires_grad) or t.dtype is not base.dtype:
@@ -653,8 +641,8 @@ def _layout(inputs: Sequence[Any], results: Sequence[Any], starts: Mapping[Any, 
         tuple(kinds),
         tuple((i, is_base) for i, _, is_base in bases.values()),
         tuple(base.requires_grad for _, base, _ in bases.values()),
-        tuple(behind(base, starts) for _, base, _ in bases.values()),
-        tuple((behind(t, starts), behind(base_of(t), starts)) for t in results),
+        tuple(inputs_behind(base, starts) for _, base, _ in bases.values()),
+        tuple((inputs_behind(t, starts), inputs_behind(base_of(t), starts)) for t in results),
         tuple(numbers),
     )
 
@@ -712,12 +700,12 @@ class Pieces:
         self.module = _copied(module)
         self.returned: Sequence[Any] = self.module.graph.output_node().args[0]  # type: ignore[assignment]
         nodes = {n for n in self.returned if isinstance(n, torch.fx.Node)}
-        ends = {n for n in nodes if n.op != "placeholder" and _on_tape(n.meta["example_value"])}
+        ends = {n for n in nodes if n.op != "placeholder" and on_tape(n.meta["example_value"])}
         if len(ends) > 1:
-            ways = _Ways(self.module, [n for n in self.module.graph.nodes if n in ends])
+            ways = _Dependencies(self.module, [n for n in self.module.graph.nodes if n in ends])
             cuts = ways.cuts()
             if cuts:
-                self.parts = _Parts(self.module, ways.values, cuts).pieces()
+                self.parts = _Cutter(self.module, ways.values, cuts).pieces()
 
     def compiled(
         self, inputs: Sequence[Any], region: Callable[[torch.fx.GraphModule, list], Callable]
@@ -744,7 +732,7 @@ class Pieces:
                     values[n] = _of_the_original(result, lent)
                     if n in exposed:
                         handed[n] = copy = _copy(values[n])
-                        lent[_memory(copy)] = copy, values[n]
+                        lent[memory(copy)] = copy, values[n]
             return [values[n] if isinstance(n, torch.fx.Node) else n for n in self.returned]
 
         return run
@@ -758,10 +746,10 @@ class Pieces:
         for n in returned:
             t = n.meta["example_value"]
             if isinstance(t, Tensor):
-                kinds.setdefault(_memory(t), set()).add(t.dtype)
-        found = read.intersection(n for n in returned if _on_tape(n.meta["example_value"]))
+                kinds.setdefault(memory(t), set()).add(t.dtype)
+        reread = read.intersection(n for n in returned if on_tape(n.meta["example_value"]))
         # as another dtype the memory of a copy cannot be told from the original's
-        return {n for n in found if len(kinds[_memory(n.meta["example_value"])]) == 1}
+        return {n for n in reread if len(kinds[memory(n.meta["example_value"])]) == 1}
 
 
 def _copy(t: Tensor) -> Tensor:
@@ -773,9 +761,9 @@ def _copy(t: Tensor) -> Tensor:
 def _of_the_original(result: Any, lent: Mapping[Any, tuple[Tensor, Tensor]]) -> Any:
     """A piece's result, which is a view of the original where it is one of a copy that the piece
     was lent."""
-    if not isinstance(result, Tensor) or _memory(result) not in lent:
+    if not isinstance(result, Tensor) or memory(result) not in lent:
         return result
-    copy, t = lent[_memory(result)]
+    copy, t = lent[memory(result)]
     if t is copy:
         return result
     if not result.requires_grad:
@@ -784,7 +772,7 @@ def _of_the_original(result: Any, lent: Mapping[Any, tuple[Tensor, Tensor]]) -> 
     return t.as_strided(result.size(), result.stride(), offset)
 
 
-class _Ways(_AsEager):
+class _Dependencies(_AsEager):
     """A run on tensors without numbers that notes what each node reads, makes and writes to, so as
     to follow which results on autograd's tape are computed from others."""
 
@@ -793,14 +781,12 @@ class _Ways(_AsEager):
         self.values: dict[torch.fx.Node, Any] = {}
         self.notes: list[_Note] = []
         code = RegionCode(module)
-        mode = next((t.fake_mode for t in code.examples if isinstance(t, _torch.FakeTensor)), None)
-        if mode is None:
-            raise CaptureError("it is given no tensor")
-        with mode, code.as_it_was(), torch.enable_grad(), _torch.enable_python_dispatcher():
-            self.run(*_to_write_to(code, [_bare(t) for t in code.examples]))
+        mode, dispatcher = fake_mode_of(code.examples), _torch.enable_python_dispatcher()
+        with mode, code.as_it_was(), torch.enable_grad(), dispatcher:
+            self.run(*_to_write_to(code, [bare(t) for t in code.examples]))
         given = {id(t) for note in self.notes if note.is_input for t in note.made}
-        found = [self.values[n] for n in ends]
-        self.ends = {id(t): t for t in found if id(t) not in given}
+        results = [self.values[n] for n in ends]
+        self.ends = {id(t): t for t in results if id(t) not in given}
 
     def run_node(self, n: torch.fx.Node) -> Any:
         if n.op == "output":
@@ -811,7 +797,7 @@ class _Ways(_AsEager):
         made, on = _tensors(value), torch.is_grad_enabled()
         self.notes.append(
             _Note(
-                [t for t, _ in read], made, {_memory(t) for t in changed}, n.op == "placeholder",
+                [t for t, _ in read], made, {memory(t) for t in changed}, n.op == "placeholder",
                 on and any(map(_may_be_on_tape, (*made, *changed))),
                 not on or peek_interpreter_stack() is not None,
             )
@@ -825,15 +811,15 @@ class _Ways(_AsEager):
         for note in self.notes:
             own: set[int] = set()
             for t in note.read if note.on_tape else ():
-                own |= behind.get(id(t), set()) | written.get(_memory(t), set())
+                own |= behind.get(id(t), set()) | written.get(memory(t), set())
                 own |= {id(t)} & self.ends.keys()
             for t in note.made:
                 behind[id(t)] = behind.get(id(t), set()) | own
-            for memory in note.written:
-                written[memory] = written.get(memory, set()) | own
+            for where in note.written:
+                written[where] = written.get(where, set()) | own
         read_on: set[int] = set()
         for i, t in self.ends.items():
-            read_on |= (behind[i] | written.get(_memory(t), set())) - {i}
+            read_on |= (behind[i] | written.get(memory(t), set())) - {i}
         spans = sorted((self._span(self.ends[i]) for i in read_on), key=lambda span: span[1])
         places: list[int] = []
         barred = self._barred() if spans else set()
@@ -850,14 +836,12 @@ class _Ways(_AsEager):
     def _span(self, t: Tensor) -> tuple[int, int]:
         """Behind what makes a tensor and all that autograd sees write to it, and before autograd
         first reads it then."""
-        memory = _memory(t)
+        where = memory(t)
         made = next(i for i, note in enumerate(self.notes) if any(t is m for m in note.made))
-        written = [
-            i for i, note in enumerate(self.notes) if note.on_tape and memory in note.written
-        ]
+        written = [i for i, note in enumerate(self.notes) if note.on_tape and where in note.written]
         first = last = max([made, *written])
         for note in self.notes[first + 1 :]:
-            if note.on_tape and any(_memory(r) == memory for r in note.read):
+            if note.on_tape and any(memory(r) == where for r in note.read):
                 break
             last += 1
         return first, last
@@ -865,24 +849,27 @@ class _Ways(_AsEager):
     def _barred(self) -> set[int]:
         """Places across which something is written to (a piece may write to the graph's inputs, and
         not where one before it has read them), and those within another mode."""
-        inputs = {_memory(t) for note in self.notes if note.is_input for t in note.made}
+        inputs = {memory(t) for note in self.notes if note.is_input for t in note.made}
         held: dict[int, int] = {}  # memory, and since when
         barred = {i for i, note in enumerate(self.notes) if note.within}
         for i, note in enumerate(self.notes):
-            for memory in note.written & held.keys():
-                barred.update(range(held[memory], i))
+            for where in note.written & held.keys():
+                barred.update(range(held[where], i))
             for t in (*note.read, *(() if note.is_input else note.made)):
-                if _memory(t) not in inputs or _memory(t) not in note.written:
-                    held.setdefault(_memory(t), i)
-            for memory in note.written & inputs:  # which is handed on as it is now
-                held[memory] = len(self.notes)
+                if memory(t) not in inputs or memory(t) not in note.written:
+                    held.setdefault(memory(t), i)
+            for where in note.written & inputs:  # which is handed on as it is now
+                held[where] = len(self.notes)
         return barred
 
 
 @dataclass(frozen=True)
 class _Note:
-    """Of one node. on_tape: whether autograd has a part in what it makes or writes; within: whether
-    autograd is off behind it, or a transform of torch.func on."""
+    """What one node of the graph reads, makes and writes to, by memory.
+
+    on_tape: whether autograd has a part in what it makes or writes; within: whether autograd is off
+    behind it, or a transform of torch.func on.
+    """
 
     read: list[Tensor]
     made: list[Tensor]
@@ -892,7 +879,8 @@ class _Note:
     within: bool
 
 
-def _on_tape(t: Any) -> bool:
+def on_tape(t: Any) -> bool:
+    """Whether autograd follows what is computed from it."""
     return isinstance(t, Tensor) and t.requires_grad
 
 
@@ -904,12 +892,7 @@ def _tensors(value: Any) -> list[Tensor]:
     return [t for t in pytree.tree_leaves(value) if isinstance(t, Tensor)]
 
 
-def _bare(t: Any) -> Any:
-    """Without its history. A number's stand-in stays: it remembers its symbol."""
-    return t.detach() if _on_tape(t) else t
-
-
-class _Parts:
+class _Cutter:
     """What becomes of a graph's nodes in pieces that end behind certain places."""
 
     def __init__(

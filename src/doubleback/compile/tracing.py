@@ -25,17 +25,55 @@ from torch import Tensor
 
 from .. import _torch
 from .._torch import make_fx
-from ..capture import as_eager, kept_by_squeeze, mark
-from ..errors import CaptureError
+from ..capture import THROUGH, as_eager, kept_by_squeeze, mark
+from ..errors import CaptureError, InputError, nearest
 from ..graph import saving_hooks_off
 from ..kernels import for_compiler
-from ..patch import patched, supported
+from ..patch import patched_where_known
 from ..rules import drawn_in_place
 from ..run import boxed, clean, laid_out, no_autocast, sound
-from .functions import THROUGH
-from .region import Layout, RegionCode, Stand, behind, is_random, look, nodes_of, sizes_from
+from .functions import on_functions
+from .region import (
+    Layout,
+    RegionCode,
+    StandIns,
+    bare,
+    fake_mode_of,
+    inputs_behind,
+    is_random,
+    look,
+    nodes_of,
+    sizes_from,
+)
 
 aten = torch.ops.aten
+
+COMPILERS = ("inductor", "eager")
+NO_CUDA_GRAPHS = {"triton.cudagraphs": False}  # in whose memory the next run writes
+
+
+def inductor_options(
+    compiler: Any, mode: str | None, options: dict[str, Any] | None, name: str
+) -> dict[str, Any] | None:
+    """Inductor's options; None: graphs are not compiled. name: what `compiler` is called where it
+    is wrong."""
+    if compiler not in COMPILERS:
+        raise InputError(f"{name} must be one of {', '.join(COMPILERS)}, not {compiler!r}")
+    if compiler == "eager":
+        if options or mode:
+            raise InputError('mode and options of Inductor go with compiler="inductor" alone')
+        return None
+    if not options and mode is None:
+        return {}
+    modes = _torch.list_mode_options()
+    if mode is not None and mode not in modes:
+        raise InputError(f"mode must be one of {', '.join(modes)}, not {mode!r}")
+    known = _torch.inductor_config.get_config_copy()
+    settings = {key.replace("-", "_"): value for key, value in (options or {}).items()}
+    for key in settings.keys() - known.keys():
+        raise InputError(f"Inductor has no option {key!r}{nearest(key, list(known))}")
+    return {**(modes[mode] if mode else {}), **settings}
+
 
 # ------------------------------------------------------------------------------------- a whole loss
 
@@ -75,36 +113,23 @@ def take_mark(module: torch.fx.GraphModule) -> torch.fx.Node | None:
     marks = [n for n in module.graph.nodes if n.target in (mark, torch.ops.doubleback.mark)]
     if len(marks) != 1:
         return None
-    loss = marks[0].args[0]
-    place = _place(module, marks[0])
+    loss, results = marks[0].args[0], _results(module.graph)
+    # where the results have it, detached
+    place = next(i for i, n in enumerate(results) if n is marks[0] or n in marks[0].users)
     marks[0].replace_all_uses_with(loss)
     module.graph.erase_node(marks[0])
-    output = _output(module)
-    output.args = ((*_returned(output), place, loss),)
+    module.graph.output_node().args = ((*_results(module.graph), place, loss),)
     module.recompile()
     return loss  # type: ignore[return-value]
 
 
-def _returned(output: torch.fx.Node) -> Sequence[Any]:
-    return output.args[0]  # type: ignore[return-value]
-
-
-def _output(module: torch.fx.GraphModule) -> torch.fx.Node:
-    return next(n for n in module.graph.nodes if n.op == "output")
-
-
-def _place(module: torch.fx.GraphModule, marked: torch.fx.Node) -> int:
-    """Where the results have the marked loss, detached."""
-    results = _returned(_output(module))
-    return next(i for i, n in enumerate(results) if n is marked or n in marked.users)
-
-
 def trace_whole(
-    module: torch.fx.GraphModule, given: Sequence[Any], compiler: str, scaled: bool,
-    check: Callable[[Tensor, bool], None],
+    module: torch.fx.GraphModule, given: Sequence[Any], inductor: dict[str, Any] | None,
+    scaled: bool, check: Callable[[Tensor, bool], None],
 ) -> WholeStep:  # fmt: skip
     """Differentiate Dynamo's graph, whose last outputs are the loss's place and the loss, at its
-    inputs `given` that require grad, and compile the whole. check(loss, gradients) may refuse."""
+    inputs `given` that require grad, and compile the whole. inductor: its options; None: it is
+    replayed. check(loss, gradients) may refuse."""
     _refuse(module)
     as_eager(module)
     placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
@@ -139,17 +164,13 @@ def trace_whole(
             seen["where"] = tuple(None if t is None else next(places) for t in flat)
             return [_torch.from_fun(t) if isinstance(t, Tensor) else t for t in present]
 
-    mode = next((t.fake_mode for t in fakes if isinstance(t, _torch.FakeTensor)), None)
-    if mode is None:
-        raise CaptureError("it is given no tensor at all")
-    # another name only where there is need: a number's stand-in remembers its symbol
-    inputs = [t.detach() if isinstance(t, Tensor) and t.requires_grad else t for t in fakes]
+    mode, inputs = fake_mode_of(fakes), [bare(t) for t in fakes]
     device = None
     if scaled:
         on_device = [t for t, on in zip(fakes, required, strict=True) if on] or inputs
         device = next(t.device for t in on_device if isinstance(t, Tensor))
         inputs.append(mode.from_tensor(torch.ones((), device=device), static_shapes=True))
-    compiling = compiler == "inductor"
+    compiling = inductor is not None
     table = None if compiling else {aten.bernoulli.p: drawn_in_place}
     fuse = for_compiler() if compiling else nullcontext()
     with _torch.compile_lock, fuse, saving_hooks_off():
@@ -169,7 +190,7 @@ def trace_whole(
     )
     clean(flat, for_compiler=compiling)
     with torch.no_grad(), no_autocast():
-        ready = _by_inductor(flat, mode, inputs) if compiling else boxed(flat)
+        ready = boxed(flat) if inductor is None else _by_inductor(flat, mode, inputs, inductor)
     places = tuple(i for i, on in enumerate(trained) if on)
     return WholeStep(
         ready, seen["where"], places, tuple(seen["written"]), seen["place"], tuple(seen["inner"]),
@@ -201,23 +222,22 @@ class _LossCode(torch.fx.Interpreter):
         return super().run_node(n)
 
 
-def _by_inductor(flat: torch.fx.GraphModule, mode: Any, inputs: list) -> Callable:
+def _by_inductor(
+    flat: torch.fx.GraphModule, mode: Any, inputs: list, options: dict[str, Any]
+) -> Callable:
     """Inductor on stand-ins whose open sizes are Dynamo's: what it asks about them becomes a guard
     of Dynamo's own."""
 
     with _torch.tracing(_torch.TracingContext(mode)), sound():
-        return _torch.compile_fx(_torch.GmWrapper(flat, list), inputs)  # type: ignore[return-value, arg-type]
+        wrapped: Any = _torch.GmWrapper(flat, list)
+        return _torch.compile_fx(wrapped, inputs, config_patches=options)  # type: ignore[return-value]
 
 
 def _refuse(module: torch.nn.Module) -> None:
     """Operators on whole functions whose second derivative autograd does not know."""
-    for part in module.modules():
-        if not isinstance(part, torch.fx.GraphModule):
-            continue
-        for node in part.graph.nodes:
-            target = node.target
-            if isinstance(target, _torch.HigherOrderOperator) and (target.name() not in THROUGH):
-                raise CaptureError(f"{target.name()} has no second derivative in a graph")
+    for _, node in on_functions(module):
+        if node.target.name() not in THROUGH:
+            raise CaptureError(f"{node.target.name()} has no second derivative in a graph")
 
 
 # ------------------------------------------------------------------------------- a region in stages
@@ -236,7 +256,7 @@ class Stage:
 
     def __init__(
         self, graph: torch.fx.Graph, constants: torch.nn.Module, results: Sequence[str | None],
-        stand: Stand, inductor: dict[str, Any] | None,
+        stand: StandIns, inductor: dict[str, Any] | None,
     ) -> None:  # fmt: skip
         self.graph, self.constants, self.results = graph, constants, tuple(results)
         self.stand, self.inductor = stand, inductor
@@ -256,7 +276,7 @@ class Stage:
         examples = [
             floats.get(n.name, n.meta["val"]) for n in self.graph.nodes if n.op == "placeholder"
         ]
-        context = _torch.TracingContext(self.stand.mode)
+        context = _torch.TracingContext(self.stand.fakes)
         with torch.no_grad(), no_autocast(), _torch.tracing(context), sound():
             run = _torch.compile_fx(
                 _torch.GmWrapper(module, list),  # type: ignore[arg-type]
@@ -287,16 +307,16 @@ class Stages:
     ) -> None:  # fmt: skip
         self.code, self.inductor = code, inductor
         self.written, self.wanted, self.moving = tuple(written), tuple(wanted), moving
-        self.stand = stand = Stand(code, numbers)
+        self.stand = stand = StandIns(code, numbers)
         self.trained = [i for i, on in enumerate(code.required) if on]
         self._behind: list[list[frozenset[int] | None]]
-        with stand.mode, stand.env.ignore_fresh_unbacked_symbols():
+        with stand.fakes, stand.env.ignore_fresh_unbacked_symbols():
             self.layout: Layout = look(code, stand.inputs, stand.draws)
             with torch.enable_grad():
                 self.outputs = self._examples()
         self.on_tape = [i for i, on in enumerate(self.layout.on_tape) if on]
         like = [_format(self.outputs[i]) for i in self.on_tape]
-        with stand.mode:
+        with stand.fakes:
             across = [_format(stand.inputs[i]) for i in self.wanted]
         self._formats = {"along": like, "across": across, "last": like, "only": like}
         self.numbers = sizes_from(stand.symbols, self.layout.numbers)
@@ -321,7 +341,9 @@ class Stages:
         for t, on in zip(results, self.layout.on_tape, strict=True):
             if on:
                 gradients = _gradients([t], wanted, [_dense(t)], create_graph=True)
-                self._behind.append([None if g is None else behind(g, starts) for g in gradients])
+                self._behind.append(
+                    [None if g is None else inputs_behind(g, starts) for g in gradients]
+                )
         return [_dense(t) for t in results]
 
     def behind(
@@ -375,7 +397,7 @@ class Stages:
     def _trace(self) -> tuple[torch.fx.Graph, dict[str, list[str | None]]]:
         """One graph of all passes, and the names of their results."""
         stand = self.stand
-        with stand.mode:
+        with stand.fakes:
             along, last, only = ([_dense(self.outputs[i]) for i in self.on_tape] for _ in range(3))
             across = [_dense(stand.inputs[i]) for i in self.wanted]
         inputs = [*stand.inputs, *stand.draws]
@@ -407,9 +429,8 @@ class Stages:
         trace = make_fx(
             run, decomposition_table=table, tracing_mode="symbolic", _allow_non_fake_inputs=True
         )
-        patch = patched() if supported(torch.__version__) else nullcontext()
         fuse = for_compiler() if inductor else nullcontext()
-        with _torch.compile_lock, torch.enable_grad(), patch, fuse:
+        with _torch.compile_lock, torch.enable_grad(), patched_where_known(), fuse:
             flat = trace(*inputs, *along, *across, *last, *only)
         if any("unbacked_bindings" in n.meta for n in flat.graph.nodes):
             raise CaptureError("a size depends on what tensors hold")
@@ -597,8 +618,8 @@ def _cut_off(
         for node in part.graph.nodes:
             if node.op == "placeholder":
                 node.target = node.name
-    again = _taken_again(graph)
-    _take_again(late.graph, graph, again)
+    again = _had_by_each_pass(graph)
+    _replace_inputs(late.graph, graph, again)
     return _once(early.graph, before, again), _once(late.graph, last, again)
 
 
@@ -608,7 +629,7 @@ _VIEWS = {
 }  # fmt: skip
 
 
-def _taken_again(graph: torch.fx.Graph) -> set[str]:
+def _had_by_each_pass(graph: torch.fx.Graph) -> set[str]:
     """What each pass takes for itself, and none keeps for another: Python's floats, which Inductor
     takes from their tensors alone, and views of inputs, which cost more to hand on."""
     again: set[torch.fx.Node] = set()
@@ -621,8 +642,8 @@ def _taken_again(graph: torch.fx.Graph) -> set[str]:
     return {n.name for n in again if n.op == "call_function"}
 
 
-def _take_again(graph: torch.fx.Graph, whole: torch.fx.Graph, again: set[str]) -> None:
-    """Replace inputs of a pass that it can take from other inputs."""
+def _replace_inputs(graph: torch.fx.Graph, whole: torch.fx.Graph, again: set[str]) -> None:
+    """In the place of inputs of a pass that it can have from other inputs, what makes them."""
     sources = {n.name: n for n in whole.nodes}
     copies = {sources[n.name]: n for n in graph.nodes if n.op == "placeholder"}
     mine = [n for n in copies.values() if n.name in again]

@@ -4,14 +4,3 @@ choice of one; beside them the spectral norm's and that of penalties over fixed 
 from .planner import Decision, plan_jacobian, price, price_sweeps
 from .programs import DirectionsProgram, SpectralProgram
 from .strategies import coupling, unit_vectors
-
-__all__ = [
-    "Decision",
-    "DirectionsProgram",
-    "SpectralProgram",
-    "coupling",
-    "plan_jacobian",
-    "price",
-    "price_sweeps",
-    "unit_vectors",
-]

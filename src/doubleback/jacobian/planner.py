@@ -161,21 +161,15 @@ class Affine:
 
 @dataclass(frozen=True)
 class Profile:
-    """The cost of a Jacobian program as a function of its chunk."""
+    """The cost of a Jacobian program as a function of its chunk: phases that do not depend on it
+    as they were in one `run`, and of the others what each seed adds."""
 
     seeds: int
     divisible: bool
-    open_flops: int
-    close_flops: int
+    run: Run
     part_flops: Affine
-    open_operations: Operations
-    close_operations: Operations
     part_operations: Operations
-    open_peak: int
-    close_peak: int
-    kept: int
     part_peak: Affine
-    fixed_written: int
     part_written: Affine
 
     def parts(self, chunk: int) -> int:
@@ -184,17 +178,17 @@ class Profile:
     def flops(self, chunk: int) -> int:
         per_seed = self.part_flops.slope * self.seeds
         fixed = self.part_flops.fixed * self.parts(chunk)
-        return round(self.open_flops + self.close_flops + per_seed + fixed)
+        return round(self.run.open_flops + self.run.close_flops + per_seed + fixed)
 
     def cost(self, chunk: int) -> float:
         """FLOPs, and bytes written at the exchange rate of a device that is short of bandwidth."""
-        written = self.fixed_written + self.part_written.slope * self.seeds
+        written = self.run.fixed_written + self.part_written.slope * self.seeds
         written += self.part_written.fixed * self.parts(chunk)
         return self.flops(chunk) + WRITTEN_BYTE * written
 
     def peak_bytes(self, chunk: int) -> int:
-        part = self.kept + self.part_peak(min(chunk, self.seeds))
-        return round(max(self.open_peak, part, self.close_peak))
+        part = self.run.kept + self.part_peak(min(chunk, self.seeds))
+        return round(max(self.run.open_peak, part, self.run.close_peak))
 
     @property
     def all_seeds(self) -> Operations:
@@ -208,9 +202,9 @@ class Profile:
             return self.seeds
         if not self.divisible:
             return 0
-        room = budget - self.kept - self.part_peak.fixed
+        room = budget - self.run.kept - self.part_peak.fixed
         slope = self.part_peak.slope
-        if max(self.open_peak, self.close_peak) > budget or room < slope:
+        if max(self.run.open_peak, self.run.close_peak) > budget or room < slope:
             return 0
         return max(1, min(self.seeds, int(room // max(slope, 1))))
 
@@ -236,12 +230,8 @@ def profile(program: JacobianProgram, chunk: int | None, runs: dict[int, Run]) -
     flops, written = cost("part_flops"), cost("part_written")
     if few == most:  # one size is all there is: everything grows with it
         flops, written = Affine(0, 0, most, flops.at_b), Affine(0, 0, most, written.at_b)
-    return Profile(
-        seeds, program.candidate.divisible, large.open_flops, large.close_flops, flops,
-        large.open_operations, large.close_operations, per_seed,
-        large.open_peak, large.close_peak, large.kept, cost("part_peak"),
-        large.fixed_written, written,
-    )  # fmt: skip
+    divisible = program.candidate.divisible
+    return Profile(seeds, divisible, large, flops, per_seed, cost("part_peak"), written)
 
 
 @dataclass
@@ -263,6 +253,7 @@ class Run:
 
 
 def _run(program: JacobianProgram, size: int) -> Run:
+    """Every phase once on fake tensors, with so many seeds at a time."""
     cost = Run()
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         leaves = _fake_leaves(program.plan)
@@ -429,7 +420,7 @@ class Decision:
 
     @property
     def profiles(self) -> dict[str, Profile]:
-        """Of every candidate by name, the chosen one at its own chunk."""
+        """The price of every candidate by name, of the chosen one at its own chunk."""
         return {
             name: self.prices(name, self.chunk if name == self.chosen else None)
             for name in self.prices.programs

@@ -29,7 +29,7 @@ from ..plan import Plan, Stretch, make_plan
 from ..rules import add
 from ..run import Arrived, First, FlattenedProgram, Gradients, PhasedSweeps, Replay
 from ..spaces import dual_square
-from .strategies import Candidate, Columns, Sources, Waist, finished, zero
+from .strategies import Candidate, Columns, Sources, Waist, finished, weighted, zero
 
 if TYPE_CHECKING:
     from ..penalties import Directions, SpectralNorm
@@ -370,10 +370,9 @@ class DirectionsProgram(Phases):
     def _pulled(self, state: sweeps.State, z: Tensor, keep: bool) -> list[Tensor]:
         """J*z⟨i⟩; a single direction goes without an axis of its own, as in the four sweeps."""
         plan, count = self.plan, z.shape[0]
-        watch = sweeps.finite_watch(plan) if self.debug else None
         alone = count == 1
         xi = sweeps.backward(
-            plan, state, z[0] if alone else z, keep=keep, watch=watch,
+            plan, state, z[0] if alone else z, keep=keep, watch=self.watch,
             seeds=None if alone else count,
         )  # fmt: skip
         return [
@@ -411,7 +410,7 @@ class DirectionsProgram(Phases):
             measured, q = here.penalty.measured(xi, given)
             own = q if here.asked else []
             if by is not None:
-                here._pushed(state, [_weighted(u, by) for u in q], into)
+                here._pushed(state, [weighted(u, by) for u in q], into)
             return measured, into, own
 
         key = ("part", weight is None, not sources)
@@ -419,8 +418,7 @@ class DirectionsProgram(Phases):
         return self.replay(self, key, run, nested, (sources,))
 
     def _pushed(self, state: sweeps.State, q: list[Tensor], sources: Sources) -> None:
-        watch = sweeps.finite_watch(self.plan) if self.debug else None
-        count = q[0].shape[0]
+        count, watch = q[0].shape[0], self.watch
         alone = count == 1
         start = {x: u[0] if alone else u for x, u in zip(self.plan.penalised, q, strict=True)}
         sweeps.tangent(
@@ -430,11 +428,6 @@ class DirectionsProgram(Phases):
     def _again(self, swept: Swept, weight: Tensor) -> Sources:
         assert isinstance(swept, Along)
         return self._sweep(swept, weight)[1]
-
-
-def _weighted(q: Tensor, weight: Tensor) -> Tensor:
-    """weight_b·q⟨i⟩_b; a weight is not rounded to 16 bits before it multiplies."""
-    return (weight.reshape(1, -1, *(1,) * (q.dim() - 2)) * q).to(q.dtype)
 
 
 def _times(t: Tensor, factor: Tensor) -> Tensor:

@@ -390,9 +390,14 @@ def _summed(pairs: Tensor) -> Tensor:
     return per_example(pairs.flatten(0, 1)).reshape(seeds, batch).sum(0)
 
 
-def _weighted(t: Tensor, weight: Tensor) -> Tensor:
-    """2·weight_b·t⟨i⟩_b; a weight is not rounded to 16 bits before it multiplies."""
-    return ((2 * weight).reshape(1, -1, *(1,) * (t.dim() - 2)) * t).to(t.dtype)
+def weighted(t: Tensor, weight: Tensor) -> Tensor:
+    """weight_b·t⟨i⟩_b; a weight is not rounded to 16 bits before it multiplies."""
+    return (weight.reshape(1, -1, *(1,) * (t.dim() - 2)) * t).to(t.dtype)
+
+
+def _doubled(t: Tensor, weight: Tensor) -> Tensor:
+    """The same with 2·weight_b, of ∇‖·‖²."""
+    return weighted(t, 2 * weight)
 
 
 def _join(sources: Sources, value: int, part: Tensor | None) -> None:
@@ -450,8 +455,8 @@ class Rows(_OneSegment):
         values = values * scale if scale != 1 else values
         if weight is None:
             return values
-        q = [_weighted(part, weight * scale) for part in t]
-        mixed = [_weighted(part, weight * scale) for part in z] if segment.gram else []
+        q = [_doubled(part, weight * scale) for part in t]
+        mixed = [_doubled(part, weight * scale) for part in z] if segment.gram else []
         index = bank if self.penalty.unit_seeds else None
         del seeds, t
         if not segment.gram:
@@ -484,7 +489,7 @@ class Columns(_OneSegment):
         h, z, t, moved = self.push(state, bank, weight is not None)
         values = _summed(z * t)
         if weight is not None:
-            along = [_weighted(t, weight), _weighted(h, weight) if self.segment.gram else None]
+            along = [_doubled(t, weight), _doubled(h, weight) if self.segment.gram else None]
             end = [h] if self.reads_end else []
             del h, z, t
             self.pull_back(state, bank, end, along, moved, sources)
@@ -564,14 +569,14 @@ class Waist:
         if weight is None:
             return values
         gram = self.behind.segment.gram
-        along = [_weighted(_mix(n, t), weight), _weighted(_mix(n, h), weight) if gram else None]
+        along = [_doubled(_mix(n, t), weight), _doubled(_mix(n, h), weight) if gram else None]
         end = [h] if self.behind.reads_end else []
         if not self.before.gram:
             rows = []
         del h, z, t, n
         self.behind.pull_back(state, bank, end, along, moved, sources)
-        q = [_weighted(_mix(m, part), weight) for part in representers]
-        mixed = [_weighted(_mix(m, part), weight) for part in rows] if self.before.gram else []
+        q = [_doubled(_mix(m, part), weight) for part in representers]
+        mixed = [_doubled(_mix(m, part), weight) for part in rows] if self.before.gram else []
         del representers
         self.before.push_back(state, bank, rows, q, mixed, sources)
         return values
@@ -625,7 +630,7 @@ class Diagonal:
         values = per_example(a.square() * squares)
         if weight is None:
             return values
-        along = _weighted(a[None], weight)[0]
+        along = _doubled(a[None], weight)[0]
         q = along * squares
         sweeps.tangent(self.body, state, {self.body.penalised[0]: q}, sources=sources)
         if self.weight in self.trained:

@@ -227,7 +227,8 @@ def _second_in_blocks(
 
 
 def _by_columns(f: Frame, rows, columns, run, dropout: Dropout) -> list[Maybe]:
-    """As far as Z is known at a time: row results summed, column results side by side."""
+    """Block of columns by block of columns, as far as Z is known at a time: row results are summed,
+    column results put side by side."""
     q, _, _, left, lse, _ = rows
     k, right = columns[0], columns[-1]
     whole = dropout.step >= f.m

@@ -619,8 +619,8 @@ def _tf32() -> bool:
 
 
 def _precision(dtype: torch.dtype) -> str:
-    """Of products, as PyTorch is set at the launch: sweeps that were flattened while TF32 was
-    allowed may be replayed when it no longer is. 16-bit products know no choice."""
+    """The precision of products, as PyTorch is set at the launch: sweeps that were flattened while
+    TF32 was allowed may be replayed when it no longer is. 16-bit products know no choice."""
     return "ieee" if dtype == torch.float32 and not _tf32() else "tf32"
 
 

@@ -451,7 +451,7 @@ def _launch_transpose(y: Tensor, weight: Tensor, sizes: Sequence[int], *geometry
     return x
 
 
-class _Sum(NamedTuple):
+class _AdjointPlan(NamedTuple):
     """K□ in two launches: parts, and their sum."""
 
     collect: Launch
@@ -459,7 +459,9 @@ class _Sum(NamedTuple):
     parts: int
 
     @classmethod
-    def of(cls, x: Tensor, y: Tensor, kernel: Sequence[int], *geometry: Any, bias: bool) -> "_Sum":
+    def of(
+        cls, x: Tensor, y: Tensor, kernel: Sequence[int], *geometry: Any, bias: bool
+    ) -> "_AdjointPlan":
         examples, channels, *sizes = y.shape
         tiles = _Tiles.of(sizes[0], sizes[1], channels)
         count = examples * tiles.row_tiles * tiles.column_tiles
@@ -485,7 +487,7 @@ def _launch_adjoint(x, y, kernel, stride, padding, dilation, bias) -> list[Tenso
     x, y, kernel = _laid_out(x), _laid_out(y), _pair(kernel)
     geometry = tuple(map(_pair, (stride, padding, dilation)))
     key = ("K□", look(x), look(y), kernel, geometry, bias)
-    plan = planned(_plans, key, lambda: _Sum.of(x, y, kernel, *geometry, bias=bias))
+    plan = planned(_plans, key, lambda: _AdjointPlan.of(x, y, kernel, *geometry, bias=bias))
     channels, taps = x.shape[1], kernel[0] * kernel[1]
     parts = x.new_empty((plan.parts, taps + bias, channels), dtype=torch.float32)
     weight = x.new_empty((channels, 1, *kernel))

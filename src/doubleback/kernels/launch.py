@@ -25,6 +25,7 @@ from torch import Tensor
 from .. import _torch
 from .._torch import (
     TorchDispatchModeKey,
+    compiling,
     dispatch_tls_is_dispatch_key_included,
     get_dispatch_mode,
     get_proxy_mode,
@@ -48,11 +49,6 @@ def for_compiler() -> Iterator[None]:
         yield
     finally:
         _fusing = before
-
-
-def compiling() -> bool:
-    """Whether torch.compile reads this very code."""
-    return torch.compiler.is_compiling()
 
 
 def fusing() -> bool:

@@ -460,7 +460,7 @@ class _Kind(NamedTuple):
         return examples * self.channels_per_group * math.prod(shape[2:])
 
 
-class _Call(NamedTuple):
+class _KernelTensors(NamedTuple):
     """The tensors of a call, in the order of the kernels' arguments."""
 
     xi: Tensor | None
@@ -479,7 +479,7 @@ class _StandardisationPlan(NamedTuple):
 
     form: torch.memory_format
     copies: bool
-    run: "Callable[[_Call], Tensor | None]"
+    run: "Callable[[_KernelTensors], Tensor | None]"
 
     @classmethod
     def of(
@@ -609,7 +609,7 @@ def _launched(at: "Point", xi: Tensor | None, q: Tensor, wanted: tuple[bool, ...
         mean, rstd, weight = (t if t is None else t.contiguous() for t in (mean, rstd, weight))  # type: ignore[misc]
     t_y = torch.empty_like(x) if wanted[0] else None
     s_x = torch.empty_like(x) if wanted[1] else None
-    return t_y, s_x, plan.run(_Call(xi, q, x, mean, rstd, weight, t_y, s_x))
+    return t_y, s_x, plan.run(_KernelTensors(xi, q, x, mean, rstd, weight, t_y, s_x))
 
 
 def _are_short_rows(kind: _Kind) -> bool:
@@ -619,7 +619,7 @@ def _are_short_rows(kind: _Kind) -> bool:
     return power_of_two(channels) * power_of_two(kind.group_size // channels) <= LONGEST
 
 
-def _empty_sums(kind: _Kind, call: _Call, shape: tuple[int, int] | None) -> Tensor | None:
+def _empty_sums(kind: _Kind, call: _KernelTensors, shape: tuple[int, int] | None) -> Tensor | None:
     """For the parts of s_w, of which a single one is s_w itself, or for the totals."""
     if shape is None:
         return None
@@ -631,7 +631,7 @@ def _empty_sums(kind: _Kind, call: _Call, shape: tuple[int, int] | None) -> Tens
 # One pass ----------------------------------------------------------------------------------------
 
 
-class _Rows(NamedTuple):
+class _RowPlan(NamedTuple):
     """How rows are dealt to programs."""
 
     programs: int
@@ -640,7 +640,7 @@ class _Rows(NamedTuple):
     constants: dict[str, Any]
 
 
-def _rows(kind: _Kind) -> _Rows:
+def _rows(kind: _Kind) -> _RowPlan:
     per_entry = kind.groups.kind == "rows"
     channels = kind.channels_per_group
     length = kind.group_size // channels
@@ -658,15 +658,15 @@ def _rows(kind: _Kind) -> _Rows:
     warps = max(1, min(32, at_once * row // 256))
     tile = {"ROWS": at_once, "CHANNELS": power_of_two(channels), "LENGTH": power_of_two(length)}
     numbers = (rows, per_example, channels, length)
-    return _Rows(programs, numbers, sums, {**tile, **kind.flags, "num_warps": warps})
+    return _RowPlan(programs, numbers, sums, {**tile, **kind.flags, "num_warps": warps})
 
 
-def _one_pass(kind: _Kind) -> Callable[[_Call], Tensor | None]:
+def _one_pass(kind: _Kind) -> Callable[[_KernelTensors], Tensor | None]:
     """Each program keeps whole rows in registers; s_w as partial sums (programs or N, *weight)."""
     plan = _rows(kind)
     launch = Launch(rows_kernel, (plan.programs,), plan.numbers, **plan.constants)
 
-    def run(call: _Call) -> Tensor | None:
+    def run(call: _KernelTensors) -> Tensor | None:
         s_w = _empty_sums(kind, call, plan.sums)
         launch(*call, s_w)
         return s_w
@@ -755,7 +755,7 @@ def _passes(kind: _Kind) -> _Passes:
     )  # fmt: skip
 
 
-def _two_passes(kind: _Kind) -> Callable[[_Call], Tensor | None]:
+def _two_passes(kind: _Kind) -> Callable[[_KernelTensors], Tensor | None]:
     """Sums, their combination to five numbers per group, then t_y and s_x entry by entry."""
     plan = _passes(kind)
     plane = plan.sums[1] * plan.sums[2]
@@ -770,7 +770,7 @@ def _two_passes(kind: _Kind) -> Callable[[_Call], Tensor | None]:
         numbers = (plan.groups, *plan.shape, parts)
         apply = Launch(apply_kernel, (programs,), numbers, **plan.constants)
 
-    def run(call: _Call) -> Tensor | None:
+    def run(call: _KernelTensors) -> Tensor | None:
         empty = call.x.new_empty
         sums = empty(plan.sums, dtype=kind.accumulator)
         values = empty((5, plan.groups), dtype=kind.accumulator)

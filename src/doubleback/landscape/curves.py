@@ -689,7 +689,7 @@ class Roughness:
 def roughness(
     f: Piecewise, examples: Tensor | None = None, table: Tensor | None = None
 ) -> Roughness:
-    """Of the mean over the batch, or over the `examples` with these numbers.
+    """How rough the mean over the batch is, or that over the `examples` with these numbers.
 
     table: `f.table` at equally spaced places of the span, where several batches share it.
 

@@ -14,7 +14,7 @@ keep the degree, a product adds degrees. Anything else that moves is refused, wi
 from __future__ import annotations
 
 import copy
-import itertools
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -258,6 +258,8 @@ def lower(graph: Graph) -> Graph:
 
 @dataclass
 class _Lowered:
+    """A graph that is being written anew, with more and simpler nodes."""
+
     values: list[Meta | None]
     nodes: list[Node]
     constants: dict[int, Tensor]
@@ -448,7 +450,7 @@ def _windows(call: Call, places: Sequence[Tensor]) -> Kink:
         inside = (p >= 0) & (p < size)
         flat = (flat[:, None, :, None] * size + p[None, :, None, :]).flatten(0, 1).flatten(1)
         valid = (valid[:, None, :, None] & inside[None, :, None, :]).flatten(0, 1).flatten(1)
-    assert flat.shape == (_product(outs), _product(widths))
+    assert flat.shape == (math.prod(outs), math.prod(widths))
     first = flat.gather(1, valid.int().argmax(1, keepdim=True))
     index = torch.where(valid, flat, first)
 
@@ -457,10 +459,6 @@ def _windows(call: Call, places: Sequence[Tensor]) -> Kink:
         return planes[..., index].reshape(*call.shape, -1)
 
     return Rivals(gather)
-
-
-def _product(items: Sequence[int]) -> int:
-    return list(itertools.accumulate(items, lambda a, b: a * b))[-1]
 
 
 _TABLE: dict = {

@@ -205,6 +205,9 @@ def follow_chunk(
 
 
 class _PieceRun:
+    """One run of the network on rows of some examples: values as polynomials, and the flips so
+    far."""
+
     def __init__(
         self, network: Network, motion: Motion, x: Tensor, moving: Mapping[int, tuple]
     ) -> None:
@@ -256,6 +259,8 @@ class _PieceRun:
             self.values[v] = Value(tuple(coefficients), generation)
 
     def kink(self, node: Node) -> None:
+        """Cut every row where a unit of the node changes its region; on each part the node is
+        linear."""
         kink, rows = self.motion.kinks[node.index], self.rows
         inputs = [self.values[v] for v in node.inputs]
         if all(v.generation is None for v in inputs):  # a kink in the parameters alone

@@ -10,8 +10,11 @@ wrong (average pooling on a GPU). Models, losses and training loops stay as they
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
 
 from .faster import ACTIVATION, CONVOLUTION, NORMALISATION
 from .mechanism import Patcher, PatchReport, supported
@@ -20,10 +23,12 @@ from .missing import ATTENTION, OTHERS, POOLING, RECURRENT
 __all__ = [
     "LASTING",
     "PatchReport",
+    "hold_patch",
     "patch",
     "patch_report",
     "patched",
     "patched_as",
+    "patched_where_known",
     "supported",
     "unpatch",
     "watched",
@@ -60,6 +65,19 @@ def patched(only: Iterable[str] | None = None) -> AbstractContextManager[None]:
     {'replaced'}
     """
     return _patcher.patched(only)
+
+
+def patched_where_known() -> AbstractContextManager[None]:
+    """`patched`, or nothing where the patch does not know this version of PyTorch."""
+    return patched() if supported(torch.__version__) else nullcontext()
+
+
+def hold_patch(owner: object) -> None:
+    """`patched_where_known` for as long as `owner` lives: to enter it takes as long as a small
+    step."""
+    held = patched_where_known()
+    held.__enter__()
+    weakref.finalize(owner, held.__exit__, None, None, None).atexit = False
 
 
 LASTING = _patcher.lasting

@@ -1,13 +1,11 @@
 """Penalties R = p(J*v): choices of v and p, norms and losses."""
 
 from .losses import (
-    BinaryCrossEntropy,
     CrossEntropy,
     Deviation,
     Loss,
     LossName,
     Norm,
-    SquaredError,
     SquaredNorm,
     make_loss,
 )
@@ -30,7 +28,6 @@ from .one_seed import (
 __all__ = [
     "Apart",
     "BilinearForm",
-    "BinaryCrossEntropy",
     "CrossEntropy",
     "Custom",
     "Deviation",
@@ -46,7 +43,6 @@ __all__ = [
     "OutputGradient",
     "Penalty",
     "SpectralNorm",
-    "SquaredError",
     "SquaredNorm",
     "Thinning",
     "at_rows",

@@ -61,7 +61,7 @@ class _Unknown(Exception):
     """Something whose numbers cannot be listed."""
 
 
-class _Held:
+class _SameTensor:
     """A tensor as part of a key: the same one, not written to since. It is kept alive, so that no
     other tensor takes its place in memory."""
 
@@ -74,7 +74,7 @@ class _Held:
         return hash((id(self.tensor), self.version))
 
     def __eq__(self, other: object) -> bool:
-        same = isinstance(other, _Held) and self.tensor is other.tensor
+        same = isinstance(other, _SameTensor) and self.tensor is other.tensor
         return same and self.version == other.version  # type: ignore[union-attr]
 
     def __repr__(self) -> str:
@@ -107,7 +107,7 @@ def _key(item: Any) -> Hashable:
     if isinstance(item, Tensor):
         if item.is_inference():  # it counts no changes
             raise _Unknown
-        return _Held(item)
+        return _SameTensor(item)
     if kind is tuple or kind is list:
         return (kind, *[_key(part) for part in item])
     if kind.__module__.startswith(_PACKAGE):

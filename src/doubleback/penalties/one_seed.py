@@ -404,7 +404,7 @@ class LossGradient(Penalty):
         self.loss.check(out_shape, extra[0])
 
 
-class _Entry(Penalty):
+class _OneEntry(Penalty):
     """v = e⟨index⟩, the same for every example; "sum": ones."""
 
     instead = ""  # what else there is for several outputs
@@ -463,7 +463,7 @@ def _is_index(index: Any) -> bool:
     return all(isinstance(i, int) and not isinstance(i, bool) for i in parts)
 
 
-class OutputGradient(_Entry):
+class OutputGradient(_OneEntry):
     """R = p(∇ₓ out⟨index⟩); with index=None the network is a scalar critic (R1, WGAN-GP), with
     index="sum" a critic of patches, of whose outputs the sum is differentiated.
 
@@ -477,7 +477,7 @@ class OutputGradient(_Entry):
         return 0
 
 
-class GradientMatch(_Entry):
+class GradientMatch(_OneEntry):
     """Sobolev training and force matching: R = p(∇ₓ out⟨index⟩ − target).
 
     The target, shaped like x (a tuple for several inputs), is the call's last argument. One that
@@ -636,16 +636,6 @@ def check_generator(generator: Any) -> None:
         raise InputError(f"generator must be a torch.Generator, not {generator!r}")
 
 
-__all__ = [
-    "BilinearForm",
-    "Custom",
-    "GradientMatch",
-    "LossGradient",
-    "OutputGradient",
-    "Penalty",
-]
-
-
 # ------------------------------------------------------------- on some calls and some rows only
 
 
@@ -683,7 +673,7 @@ class Thinning:
             )
 
     def price(self, full: float) -> float:
-        """Of an average call, in plain steps, where a penalised one costs `full` of them."""
+        """What an average call costs in plain steps, where a penalised one costs `full` of them."""
         return 1 + self.fraction / self.every * (full - 1)
 
     def weight(self, batch: int, count: int, reduction: str) -> float:

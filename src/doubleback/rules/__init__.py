@@ -29,7 +29,6 @@ from .table import (
     overload,
     register,
     registered,
-    sum_to,
     unregister,
     zeros,
 )
@@ -71,7 +70,6 @@ __all__ = [
     "softmax_curvature",
     "softmax_derivative",
     "stop_gradient",
-    "sum_to",
     "unregister",
     "vmap_nested",
     "zeros",

@@ -415,7 +415,7 @@ def _general(
 
 
 def _softmaxes() -> Iterator[tuple[str, Rule]]:
-    names = {
+    table = {
         "softmax.int": _softmax(),
         "_softmax.default": _softmax(),
         "_safe_softmax.default": _softmax(),
@@ -424,7 +424,7 @@ def _softmaxes() -> Iterator[tuple[str, Rule]]:
         "logsumexp.default": _logsumexp(),
         "logcumsumexp.default": _logcumsumexp(),
     }
-    yield from names.items()
+    yield from table.items()
 
 
 # -------------------------------------------------------------------------------------- attention
@@ -488,9 +488,5 @@ def _attention() -> Rule:
     )  # fmt: skip
 
 
-def _attentions() -> Iterator[tuple[str, Rule]]:
-    yield "scaled_dot_product_attention.default", _attention()
-
-
 def rules() -> Iterator[tuple[str, Rule]]:
-    return chain(_norms(), _softmaxes(), _attentions())
+    return chain(_norms(), _softmaxes(), [("scaled_dot_product_attention.default", _attention())])

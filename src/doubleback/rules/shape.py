@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 from .._torch import AutoDispatchBelowAutograd
+from ..kernels import library
 from ..operators import AveragePool, InvertibleDownsampling, InvertibleUpsampling
 from .structures import base, fold, linear
 from .table import Call, Rule, Structure, Tensors, alone, light, named, run, sum_to, tangent_of
 
 aten = torch.ops.aten
 
-_library = torch.library.Library("doubleback", "FRAGMENT")
-_library.define("stop_gradient(Tensor x) -> Tensor")
-_library.impl("stop_gradient", lambda x: x.clone(), "CompositeExplicitAutograd")
+library.define("stop_gradient(Tensor x) -> Tensor")
+library.impl("stop_gradient", lambda x: x.clone(), "CompositeExplicitAutograd")
 stop_gradient = torch.ops.doubleback.stop_gradient.default
 
 
@@ -30,7 +30,7 @@ def _stop_gradient_under_autograd(x: Tensor) -> Tensor:
         return stop_gradient(x)
 
 
-_library.impl("stop_gradient", _stop_gradient_under_autograd, "Autograd")
+library.impl("stop_gradient", _stop_gradient_under_autograd, "Autograd")
 
 
 def _reshape() -> Rule:
@@ -262,15 +262,6 @@ def _overwrite(position: int) -> Rule:
     return linear(backward=backward, tangent=tangent)
 
 
-def _identity_on_first() -> Rule:
-    return linear(lambda call, y: y, same_entries=True)
-
-
-def _gather_like() -> Rule:
-    """gather, index_select, index, embedding, …: linear with kept indices, by reverse mode."""
-    return linear()
-
-
 def _resampling(kind: type[InvertibleDownsampling] | type[InvertibleUpsampling]) -> Rule:
     """pixel_unshuffle and pixel_shuffle: each the other's transpose."""
 
@@ -375,8 +366,8 @@ def _shapes() -> Iterator[tuple[str, Rule]]:
         _pad(): ["constant_pad_nd.default"],
         _pad_by_mode(): ["pad.default"],
         _overwrite(1): ["copy.default", "fill.Tensor"],
-        _identity_on_first(): identical,
-        _gather_like(): by_reverse_mode,
+        linear(lambda call, y: y, same_entries=True): identical,
+        linear(): by_reverse_mode,
         linear(writes=True): writing,
         _scatter(aten.slice.Tensor): ["slice_scatter.default"],
         _scatter(aten.select.int): ["select_scatter.default"],

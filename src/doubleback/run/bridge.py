@@ -22,9 +22,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .._torch import foreach_add_, get_current_graph_task_keep_graph, pytree
 from ..errors import InputError, StaleGraphError, ThirdDerivativeError
+from ..graph import memory
 from ..kernels import batched
 from .cuda_graphs import GraphedState, users
-from .program import Arrived, FlatState, Gradients, Program, memory
+from .program import Arrived, FlatState, Gradients, Program
 from .state import behind, copies
 
 
@@ -66,7 +67,7 @@ class Job:
 
 
 def _tensors(state: Any, kept: Collection[int]) -> list[Tensor]:
-    """Those that passed from the first two sweeps to the last two are going to read."""
+    """The tensors that the last two sweeps are going to read of what the first two left."""
     if isinstance(state, GraphedState):
         state = state.state
     if isinstance(state, FlatState):
@@ -91,7 +92,7 @@ def attach(job: Job, tensors: Sequence[Tensor], before: int) -> tuple[Tensor, ..
         place = {v: i for i, v in enumerate((*plan.penalised, *plan.effective))}
         relay = Relay(stretches, [[place[v] for v in s.values] for s in stretches])
         for places in reversed(relay.places[1:]):
-            token = _Stretch.apply(relay, token, *[tensors[i] for i in places])
+            token = _RelayNode.apply(relay, token, *[tensors[i] for i in places])
             _last_of_all(token, before)
     return Bridge.apply(job, relay, token, *tensors)  # type: ignore[return-value]
 
@@ -100,7 +101,7 @@ def attach(job: Job, tensors: Sequence[Tensor], before: int) -> tuple[Tensor, ..
 def _shield() -> None:
     """A `backward()` inside of torch.compile runs what is here as it is: its look inside would end
     in warnings. Not when the module is imported, since it takes Dynamo."""
-    for node in (Bridge, _Stretch):
+    for node in (Bridge, _RelayNode):
         node.backward = staticmethod(torch.compiler.disable(node.backward))  # type: ignore[assignment]
 
 
@@ -140,7 +141,7 @@ class Relay:
         return part
 
 
-class _Stretch(torch.autograd.Function):
+class _RelayNode(torch.autograd.Function):
     """Its backward sweeps one more stretch. token: of the node that runs after this one."""
 
     @staticmethod
@@ -209,7 +210,7 @@ class Bridge(torch.autograd.Function):
                 "with sweeps=False"
             )
         _check_versions(ctx.versions)
-        keep = _keeps_graph()
+        keep = get_current_graph_task_keep_graph()
         if not keep:
             ctx.versions = None
         program: Program = ctx.job.program
@@ -309,11 +310,6 @@ def _alone(t: Tensor) -> bool:
     return fills and users(storage._cdata) <= 2  # the tensor's and `storage`'s own
 
 
-def _keeps_graph() -> bool:
-    """Whether the running backward was called with retain_graph=True."""
-    return get_current_graph_task_keep_graph()
-
-
 def no_autocast() -> AbstractContextManager:
     """The graph holds its casts explicitly; nothing is to be cast again."""
     for device in ("cuda", "cpu"):
@@ -411,6 +407,8 @@ def refuse_third(t: Tensor, grad: Tensor) -> Tensor | None:
 
 
 class _NoThird(torch.autograd.Function):
+    """A node that says, when it is differentiated, that third derivatives are not given."""
+
     generate_vmap_rule = True
 
     @staticmethod

@@ -100,10 +100,9 @@ class CallersProgram(PhasedSweeps):
     ) -> tuple[list[Tensor], dict[Any, Any]]:
         def run(here: CallersProgram, nested: Any) -> Any:
             plan, seed = here.plan, nested[2]
-            watch = sweeps.finite_watch(plan) if here.debug else None
             state = sweeps.State(dict(nested[0]), dict(nested[1]))
             rows = here._rows(seed, plan.target)
-            xi = sweeps.backward(plan, state, seed, keep=keep, watch=watch, seeds=rows)
+            xi = sweeps.backward(plan, state, seed, keep=keep, watch=here.watch, seeds=rows)
             return list(xi), state.xi
 
         xi, held = self.replay(self, ("backward", keep), run, (values, saved, v))
@@ -146,11 +145,10 @@ class CallersProgram(PhasedSweeps):
         self, state: Called, q: Sequence[Tensor | None], keep: bool
     ) -> tuple[Tensor | None, dict[int, Tensor]]:
         def run(here: CallersProgram, nested: Any) -> Any:
-            watch = sweeps.finite_watch(here.plan) if here.debug else None
             values, saved, held, start = nested
             inner = sweeps.State(dict(values), dict(saved), dict(held))
             rows = next((here._rows(u, v) for v, u in start.items()), None)
-            return sweeps.tangent(here.plan, inner, dict(start), watch=watch, seeds=rows)
+            return sweeps.tangent(here.plan, inner, dict(start), watch=here.watch, seeds=rows)
 
         start = {v: u for v, u in zip(self.plan.penalised, q, strict=True) if u is not None}
         nested = (state.values, state.saved, state.held, start)

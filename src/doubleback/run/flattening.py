@@ -26,10 +26,10 @@ import torch
 from torch import Tensor
 
 from .. import _torch
-from .._torch import FakeTensorMode, make_fx, pytree
+from .._torch import make_fx, pytree
 from ..counting import Operations, recording, replayed
 from ..errors import RuleError, let_through, untold
-from ..graph import Graph, Node, Size, collector_off, compile_sizes, leaves, many, saving_hooks_off
+from ..graph import Graph, Node, OpenSizes, Size, collector_off, leaves, saving_hooks_off
 from ..kernels import for_compiler
 from ..plan import Plan
 from . import inductor, straight_line
@@ -38,9 +38,9 @@ from .straight_line import record
 
 # ------------------------------------------------------------------------- nested arguments
 #
-# The sweeps pass nested tuples, lists and dictionaries of tensors at every call, and PyTorch's
-# pytrees take several times as long for them as these few lines. Containers that are registered
-# there are left to it.
+# PyTorch's pytrees open all containers here but these: what the sweeps pass at every call, nested
+# tuples, lists and dictionaries of tensors, for which pytrees take longer than these few lines.
+# Containers that are registered there are left to it.
 
 Structure = tuple[type, Any, tuple["Structure", ...]] | None  # None: a leaf
 
@@ -165,7 +165,7 @@ class Flat:
         return self.run(tensors)
 
     def parts(self, tensors: list[Any]) -> Iterator[list[Tensor | None]]:
-        """Of a graph made by `in_parts`: each part as soon as it is there."""
+        """The parts of a graph that was made with `in_parts`, each as soon as it is there."""
         there = put(self.spec, (x[0] for x in self.leaves))  # type: ignore[index]
         running: Any = self.launch(tensors)
         for places in there:
@@ -180,12 +180,13 @@ def _placed(tensors: Sequence[Tensor], places: Sequence[bool]) -> list[Tensor | 
 
 
 def in_parts(parts: Iterable[list[Tensor | None]]) -> list[list[bool]]:
-    """For `flatten`: mark where each part is complete; which of its places hold a tensor."""
-    there = []
+    """For `flatten`: marks where each part is complete; returns which of its places hold a
+    tensor."""
+    present = []
     for part in parts:
         straight_line.HANDED([t for t in part if t is not None])
-        there.append([t is not None for t in part])
-    return there
+        present.append([t is not None for t in part])
+    return present
 
 
 @dataclass(frozen=True)
@@ -296,6 +297,27 @@ def _stand_ins(
     ]
 
 
+def _kept(
+    cache: dict[Any, Flat], key: Any, make: Callable[[], Flat], refused: Callable[[Exception], None]
+) -> Flat | None:
+    """The graph under `key`, made when first asked for; where it cannot be made, None after
+    `refused` was told why, unless that raises."""
+    flat = cache.get(key)
+    if flat is not None:
+        return flat
+    handled = sys.exception()
+    try:
+        flat = make()
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        let_through(error, handled)
+        refused(error)
+        return None
+    remember(cache, key, flat)
+    return flat
+
+
 # ----------------------------------------------------------------------------- for one size
 
 
@@ -339,26 +361,20 @@ class Replay:
         """The flat graph for `key`; None where this network's sweeps cannot be flattened (an
         operator that needs real numbers), which a compiler's user is told and others need not
         know: they go on node by node."""
-        flat = self._flat.get(key)
-        if flat is None:
-            handled = sys.exception()
-            try:
-                with untold():
-                    flat = flatten(
-                        fn, tensors, self.compiler, pass_inputs, recompute=self.recompute
-                    )
-                remember(self._flat, key, flat)
-            except torch.OutOfMemoryError:
-                raise
-            except Exception as error:
-                let_through(error, handled)
-                if self.compiler:
-                    raise RuleError(
-                        f"the sweeps cannot be flattened for compile={self.compiler!r}: {error}; "
-                        "use compile=False"
-                    ) from error
-                self.after = None
-        return flat
+
+        def make() -> Flat:
+            with untold():
+                return flatten(fn, tensors, self.compiler, pass_inputs, recompute=self.recompute)
+
+        def refused(error: Exception) -> None:
+            if self.compiler:
+                raise RuleError(
+                    f"the sweeps cannot be flattened for compile={self.compiler!r}: {error}; "
+                    "use compile=False"
+                ) from error
+            self.after = None
+
+        return _kept(self._flat, key, make, refused)
 
     def leaves(self, leaves: Mapping[int, Tensor]) -> dict[int, Tensor]:
         """What a program starts from, as its phases take it."""
@@ -370,10 +386,10 @@ class Replay:
     ) -> Any:  # fmt: skip
         """fn(program, item), flat where graphs are used. consume: dictionaries in `item` that may
         be emptied, so that their tensors are freed at their last use."""
-        found = self._find(program, key, fn, item)
-        if found is None:
+        graph_and_inputs = self._find(program, key, fn, item)
+        if graph_and_inputs is None:
             return fn(self.here(program), item)
-        flat, tensors = found
+        flat, tensors = graph_and_inputs
         for part in consume:
             part.clear()
         return self._launch(flat, tensors)
@@ -390,11 +406,11 @@ class Replay:
             yield self(program, key, lambda here, given: next(fn(here, given)), item, consume)
             return
         flattened = lambda here, given: in_parts(fn(here, given))  # noqa: E731
-        found = self._find(program, (key, "in parts"), flattened, item)
-        if found is None:
+        graph_and_inputs = self._find(program, (key, "in parts"), flattened, item)
+        if graph_and_inputs is None:
             yield from fn(self.here(program), item)
             return
-        flat, tensors = found
+        flat, tensors = graph_and_inputs
         for part in consume:
             part.clear()
         yield from flat.parts(tensors)
@@ -475,12 +491,12 @@ class Family:
             (s[0], math.prod(s[1:])) for s in own[:1] if s and all(type(n) is int for n in s[1:])
         ]
         columns = [s[:1] for s in own if s]
-        found = [s for s in (*own, *joined, *columns) if any(type(n) is not int for n in s)]
-        return self.graph.filler(tuple(dict.fromkeys(found)))
+        moving = [s for s in (*own, *joined, *columns) if any(type(n) is not int for n in s)]
+        return self.graph.filler(tuple(dict.fromkeys(moving)))
 
     @cached_property
     def open_values(self) -> frozenset[int]:
-        """Those whose shapes depend on the call's sizes."""
+        """The graph's values whose shapes depend on the call's sizes."""
         metas = enumerate(self.graph.values)
         return frozenset(
             v for v, m in metas if m is not None and any(type(n) is not int for n in m.shape)
@@ -506,35 +522,18 @@ class Family:
         return self._prelude(numbers) if self.plan.prelude else ()
 
     def give_up(self) -> None:
+        """Node by node from now on."""
         self.after = None
 
 
-class Variant:
-    """Flat graphs that hold for all sizes which answer the questions asked while they were made as
-    the first call's did."""
+class Variant(OpenSizes):
+    """Flat graphs of a family that serve all sizes which `fits` says yes to."""
 
     def __init__(self, family: Family, numbers: Sequence[int]) -> None:
+        super().__init__(numbers)
         self.family = family
-        self.env = _torch.ShapeEnv()
-        self.fakes = FakeTensorMode(shape_env=self.env, allow_non_fake_inputs=True)
-        self.numbers = [self._symbol(n, i) for i, n in enumerate(numbers)]
         self._flat: dict[Any, Flat] = {}
         self.made: list[Flat] = []  # those of phases
-        self._guards: tuple[int, Callable] = (-1, lambda *_: ())
-
-    def _symbol(self, number: int, i: int) -> Any:
-        source = _torch.ConstantSource(f"size_{i}")
-        symbol = self.env.create_symbol(number, source, _torch.DimDynamic.DYNAMIC)
-        return self.env.create_symintnode(symbol, hint=number, source=source)
-
-    def fits(self, numbers: Sequence[int]) -> bool:
-        """Whether these answer every question as the first ones did."""
-        count = len(self.env.guards)
-        if self._guards[0] != count:
-            symbols = [n.node._expr for n in self.numbers]
-            exprs = [guard.expr for guard in self.env.guards]
-            self._guards = count, compile_sizes(exprs, symbols)
-        return many(numbers) and all(self._guards[1](*numbers))
 
     def get(
         self,
@@ -545,23 +544,17 @@ class Variant:
     ) -> Flat | None:
         """The flat graph of fn(numbers, tensors); stand_ins(): the tensors without numbers. None as
         for `Replay.get`."""
-        flat = self._flat.get(key)
-        if flat is None:
-            handled = sys.exception()
-            try:
-                family = self.family
-                flat = flatten(
-                    fn, stand_ins(), family.compiler, pass_inputs, self, family.recompute
-                )
-                remember(self._flat, key, flat)
-            except torch.OutOfMemoryError:
-                raise
-            except Exception as error:
-                let_through(error, handled)
-                if self.family.compiler and not self.family.phased:
-                    raise
-                self.family.give_up()
-        return flat
+        family = self.family
+
+        def make() -> Flat:
+            return flatten(fn, stand_ins(), family.compiler, pass_inputs, self, family.recompute)
+
+        def refused(error: Exception) -> None:
+            if family.compiler and not family.phased:
+                raise error
+            family.give_up()
+
+        return _kept(self._flat, key, make, refused)
 
     def phase(
         self, key: Any, fn: Callable[[Sequence[Any], Sequence[Tensor]], Any],
@@ -591,7 +584,7 @@ class Variant:
 
     @cached_property
     def shapes(self) -> Sequence[Any]:
-        """Those that a tensor from outside may have, sizes being symbols."""
+        """The shapes that a tensor from outside may have, sizes being symbols."""
         return self.family.shapes(self.numbers)
 
     @cached_property

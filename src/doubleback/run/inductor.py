@@ -29,7 +29,7 @@ from torch.fx.node import map_arg
 from .. import _torch
 from .._torch import FakeTensorMode, OpOverload, TracingContext, pytree, tracing
 from ..counting import flop_registry
-from ..graph import draws
+from ..graph import draws, memory_of
 from ..kernels import AGAIN, BOUNDARY, opaque
 from .straight_line import HANDED
 
@@ -158,7 +158,7 @@ def in_pieces(
         else:
             pieces[node] = -1 if node.op == "placeholder" else number
     inputs = [node for node in module.graph.nodes if node.op == "placeholder"]
-    parts = [_Piece(k, end, pieces) for k, end in enumerate(ends)]
+    parts = [_Portion(k, end, pieces) for k, end in enumerate(ends)]
     later: set[Node] = set()
     for part in reversed(parts):
         part.hand_on(later)
@@ -178,7 +178,7 @@ def in_pieces(
     return generate
 
 
-class _Piece:
+class _Portion:
     """The part of a graph that ends where gradients are handed over, by `end`.
 
     reads: what it takes of inputs and earlier pieces; results: gradients and what later pieces
@@ -348,8 +348,8 @@ def _keep_names() -> None:
         reads = self.read_writes.reads
         waits = [dep for dep in reads if isinstance(dep, (_torch.WeakDep, _torch.StarDep))]
         original(self, *args, **kwargs)
-        found = self.read_writes.with_read(type(reads)(waits))
-        self.set_read_writes(found.rename(self.mutation_renames))
+        dependencies = self.read_writes.with_read(type(reads)(waits))
+        self.set_read_writes(dependencies.rename(self.mutation_renames))
 
     node.recompute_size_and_body = recompute  # type: ignore[method-assign]
 
@@ -361,17 +361,11 @@ def _keep_copies() -> None:
         def check(node: Node, how: Any = how) -> bool:
             written = pytree.tree_leaves([node.args[i] for i in how.mutated_args])
             others = [arg for i, arg in enumerate(node.args) if i not in how.mutated_args]
-            read = {_memory(part) for part in pytree.tree_leaves((others, node.kwargs))}
-            safe = not any(_overlaps(part) or _memory(part) in read for part in written)
+            read = {memory_of(part) for part in pytree.tree_leaves((others, node.kwargs))}
+            safe = not any(_overlaps(part) or memory_of(part) in read for part in written)
             return how.extra_check(node) and safe
 
         _torch.inplaceable_ops[op] = replace(how, extra_check=check)
-
-
-def _memory(node: Any) -> Any:
-    """Equal for values that share memory; of what is no tensor, itself."""
-    value = node.meta.get("val") if isinstance(node, Node) else None
-    return value.untyped_storage()._cdata if isinstance(value, Tensor) else id(node)
 
 
 def _overlaps(node: Any) -> bool:
@@ -403,6 +397,8 @@ def _choices() -> Any:
         return t
 
     class Choices(_torch.InductorChoices):
+        """Nodes that stand far apart are not fused."""
+
         @staticmethod
         def can_fuse_vertical(scheduler, node1, node2, shared_data_score):
             return not scheduler.are_long_distant_nodes(node1, node2)
@@ -544,8 +540,8 @@ def traffic(graph: Graph, sweeps: dict[Node, int]) -> float:
 
 
 def _operations(node: Node) -> int:
-    """Of a product, at the sizes that the graph was made at: a question about an open size would
-    close it."""
+    """How many operations a product takes, at the sizes that the graph was made at: a question
+    about an open size would close it."""
     formula = flop_registry().get(getattr(node.target, "overloadpacket", None))
     if formula is None:
         return 0
@@ -628,7 +624,7 @@ def _shown(node: Node) -> Node:
 
 def _written_to(graph: Graph) -> set[Node]:
     """Values that an operator writes to."""
-    found: set[Node] = set()
+    written: set[Node] = set()
     for node in graph.nodes:
         schema = getattr(node.target, "_schema", None)
         if schema is None or not schema.is_mutable or node.target in (AGAIN, BOUNDARY):
@@ -637,8 +633,8 @@ def _written_to(graph: Graph) -> set[Node]:
             if argument.is_write:
                 given = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
                 parts = given if isinstance(given, list | tuple) else [given]
-                found |= {_shown(n) for n in parts if isinstance(n, Node)}
-    return found
+                written |= {_shown(n) for n in parts if isinstance(n, Node)}
+    return written
 
 
 class _Cut:
@@ -799,13 +795,13 @@ def hand_less(module: torch.fx.GraphModule, count: int, recompute: bool | None) 
     most = SLOWER * (1 + AFTER) * traffic(module.graph, dict.fromkeys(module.graph.nodes, 0))
     for share in shares:
         graph = deepcopy(module.graph)
-        handed = _Handed(graph, count, share)
+        handed = _HandedOn(graph, count, share)
         if share == shares[-1] or handed.extra <= most:
             return handed.split(module)
     return None
 
 
-class _Handed:
+class _HandedOn:
     """A graph whose results after the first `count` are had again, as far as that pays."""
 
     def __init__(self, graph: Graph, count: int, share: float) -> None:
@@ -829,6 +825,8 @@ class _Handed:
         self.extra = sum(2 * _bytes(n) for n in written)
 
     def split(self, module: torch.fx.GraphModule) -> Recipe | None:
+        """Take what is had again out of the graph, into a recipe; `module` becomes the rest, which
+        returns what the recipe starts from. None where that is no less than the results."""
         late = set(self.late)
         order = [n for n in self.graph.nodes if n in late]
         inputs: dict[Node, None] = {}
@@ -836,7 +834,7 @@ class _Handed:
         sizes: dict[Node, None] = {}
 
         def take(node: Node) -> bool:
-            """Whether a node of before can be had."""
+            """Note a node of the rest that the recipe reads; whether it can be handed over."""
             if node.op == "placeholder":
                 inputs[node] = None
             elif isinstance(node.meta.get("val"), Tensor) and node.op == "call_function":

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .. import sweeps
 from .._torch import pytree
-from ..graph import Graph, Node
+from ..graph import Graph, Node, memory
 from ..kernels import had_again, taps_first
 from ..plan import Plan, Stretch
 from ..rules import add
@@ -162,9 +162,13 @@ class FourSweeps(Program):
     def to_price(self, replay: Any) -> Any:
         return replace(self, debug=False)
 
+    @property
+    def watch(self) -> sweeps.Watch | None:
+        """What looks at every node's result while one is debugging."""
+        return sweeps.finite_watch(self.plan) if self.debug else None
+
     def first(self, leaves: Mapping[int, Tensor], extra: Sequence[Any], keep: bool = True) -> First:
-        plan, penalty = self.plan, self.penalty
-        watch = sweeps.finite_watch(plan) if self.debug else None
+        plan, penalty, watch = self.plan, self.penalty, self.watch
         state = sweeps.forward(plan, self._laid_out(leaves), watch)
         outputs = [self._usual(state.values[v]) for v in plan.outputs]
         mutated = {name: state.values[v] for name, v in plan.mutations.items()}
@@ -223,8 +227,7 @@ class FourSweeps(Program):
         outputs' gradients plus the head (∂v/∂out)* h plus the curvature sources.
         """
         state, extra, grad_outputs, grad_values, keep = arrived
-        plan, penalty = self.plan, self.penalty
-        watch = sweeps.finite_watch(plan) if self.debug else None
+        plan, penalty, watch = self.plan, self.penalty, self.watch
         gamma: dict[int, Tensor] = {}
         own: Gradients = [None] * len(self.asked)
         if grad_values is not None:
@@ -253,8 +256,7 @@ class FourSweeps(Program):
         self, state: sweeps.State, gamma: dict, keep: bool, stretches: Sequence[Stretch]
     ) -> Iterator[Gradients]:
         """The gradients of each stretch."""
-        plan = self.plan
-        watch = sweeps.finite_watch(plan) if self.debug else None
+        plan, watch = self.plan, self.watch
         for stretch in stretches:
             gamma = sweeps.second(plan, state, gamma, keep=keep, watch=watch, steps=stretch.steps)
             grads = [gamma.pop(v, None) if v in plan.trained else None for v in stretch.values]
@@ -338,12 +340,10 @@ class GradientProgram(FourSweeps):
         return t.shape[0] if t.dim() > len(meta.shape) else None
 
     def _measured(self, state: sweeps.State, xi: list[Tensor], extra: Sequence[Any]) -> Any:
-        held = {t.untyped_storage()._cdata for t in pytree.tree_leaves((state.values, state.xi))
-                if isinstance(t, Tensor)}  # fmt: skip
+        kept = pytree.tree_leaves((state.values, state.xi))
+        held = {memory(t) for t in kept if isinstance(t, Tensor)}
         # a copy of what is held: it is the caller's, who may write to it
-        return [
-            u.clone() if u.untyped_storage()._cdata in held else u for u in map(self._usual, xi)
-        ]
+        return [u.clone() if memory(u) in held else u for u in map(self._usual, xi)]
 
     def _start(self, state: sweeps.State, along: Any, extra: Sequence[Any]) -> dict[int, Tensor]:
         metas = self.plan.graph.values
@@ -385,8 +385,7 @@ class PhasedSweeps(FourSweeps):
 
         def run(here: PhasedSweeps, given: Mapping[int, Tensor]) -> Any:
             plan = here.plan
-            watch = sweeps.finite_watch(plan) if here.debug else None
-            state = sweeps.forward(plan, here._laid_out(given), watch)
+            state = sweeps.forward(plan, here._laid_out(given), here.watch)
             state.values.update(here._shared(state))
             own = {id(t) for t in given.values()}
             fresh = {v: t for v, t in state.values.items() if id(t) not in own}
@@ -449,7 +448,7 @@ class FlatState:
         return sweeps.State(*put(flat.spec[2][1], leaves))  # type: ignore[index]
 
     def stand_ins(self) -> list[Tensor]:
-        """Of the tensors, without numbers."""
+        """The same tensors without numbers."""
         flat, count = self.flat, len(self.numbers)
         if flat.recipe is None:
             return list(flat.results)
@@ -761,11 +760,6 @@ def _split(plan: Plan, spec: Any, tensors: Sequence[Tensor]) -> tuple[list, Any,
     values = tensors[start] if several is None else list(tensors[start:end])
     written = tensors[end : end + len(plan.mutations)]
     return list(tensors[:start]), values, dict(zip(plan.mutations, written, strict=True))
-
-
-def memory(t: Tensor) -> int:
-    """Equal for tensors that share memory."""
-    return t.untyped_storage()._cdata if t.layout is torch.strided else id(t)
 
 
 def _fresh(result: Tensor, given: Sequence[Tensor]) -> Tensor:

@@ -20,6 +20,7 @@ from .._torch import (
     TorchDispatchMode,
     parse_dispatch_key,
 )
+from ..graph import memory_of
 from ..kernels import (
     constant_over_places,
     direct,
@@ -66,6 +67,15 @@ def clean(module: torch.fx.GraphModule, for_compiler: bool = False) -> None:
         module.recompile()
 
 
+def _replace(node: torch.fx.Node, make: Callable[..., torch.fx.Node], *args: Any) -> None:
+    """Put the node that `make(*args)` adds to the graph in this one's place."""
+    with node.graph.inserting_before(node):
+        new = make(*args)
+    new.meta = dict(node.meta)
+    node.replace_all_uses_with(new)
+    node.graph.erase_node(node)
+
+
 _LIFTS = (aten.lift_fresh_copy.default, aten.lift_fresh.default, aten.detach.default)
 
 
@@ -91,11 +101,7 @@ def move_constants(module: torch.fx.GraphModule) -> None:
             continue
         name = f"{source.target}_moved_{node.name}"
         module.register_buffer(name, aten._to_copy(constant, **node.kwargs), persistent=False)
-        with graph.inserting_before(node):
-            moved = graph.get_attr(name)
-        moved.meta = dict(node.meta)
-        node.replace_all_uses_with(moved)
-        graph.erase_node(node)
+        _replace(node, graph.get_attr, name)
         any_moved = True
     if any_moved:
         graph.eliminate_dead_code()
@@ -158,24 +164,17 @@ NEAR = 12  # operators
 
 
 def _near(earlier: torch.fx.Node, later: torch.fx.Node) -> bool:
-    """So close that computing the earlier one later keeps nothing alive for long; not where
-    gradients are handed over in between, after which what it reads may change, or where that is
-    written to."""
-    node, read = later, set(map(_memory, earlier.all_input_nodes))
+    """Whether two nodes stand so close that computing the earlier one in the later one's place
+    keeps nothing alive for long. Not where gradients are handed over in between, after which what
+    it reads may change, nor where that is written to."""
+    node, read = later, set(map(memory_of, earlier.all_input_nodes))
     for _ in range(NEAR):
         node = node.prev
         if node is earlier:
             return True
-        if node.target is HANDED or not read.isdisjoint(map(_memory, _writes_to(node))):
+        if node.target is HANDED or not read.isdisjoint(map(memory_of, _writes_to(node))):
             return False
     return False
-
-
-def _memory(node: torch.fx.Node) -> int:
-    """Equal for values that share memory."""
-    value: Any = node.meta.get("val")
-    told = isinstance(value, Tensor) and value.layout is torch.strided
-    return value.untyped_storage()._cdata if told else id(node)
 
 
 def _writes_to(node: torch.fx.Node) -> list[torch.fx.Node]:
@@ -211,11 +210,7 @@ def _join_product(graph: torch.fx.Graph, node: torch.fx.Node, for_compiler: bool
             and base.meta["val"].dtype == product.meta["val"].dtype
         )
         if fits:
-            with graph.inserting_before(node):
-                joined = _add_product(graph, base, *product.args, for_compiler)  # type: ignore[arg-type]
-            joined.meta = dict(node.meta)
-            node.replace_all_uses_with(joined)
-            graph.erase_node(node)
+            _replace(node, _add_product, graph, base, *product.args, for_compiler)  # type: ignore[union-attr, misc]
             return
 
 
@@ -243,11 +238,7 @@ def _join_multiple(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
             and _alike(base.meta["val"].stride(), node.meta["val"].stride())
         )
         if fits:
-            with graph.inserting_before(node):
-                joined = graph.call_function(aten.addcmul.default, (base, *factors))
-            joined.meta = dict(node.meta)
-            node.replace_all_uses_with(joined)
-            graph.erase_node(node)
+            _replace(node, graph.call_function, aten.addcmul.default, (base, *factors))
             return
 
 
@@ -322,11 +313,7 @@ def _direct(graph: torch.fx.Graph) -> None:
             method = _METHODS[node.target]
             if method == "reshape" and _written(node):
                 method = "view"  # a copy would lose what is written
-            with graph.inserting_before(node):
-                call = graph.call_method(method, node.args)
-            call.meta = dict(node.meta)
-            node.replace_all_uses_with(call)
-            graph.erase_node(node)
+            _replace(node, graph.call_method, method, node.args)
         elif name in ("mm", "addmm") and not node.kwargs and _turned(node.args[-1]):
             x, weight = node.args[-2], node.args[-1].args[0]
             rest = (node.args[0],) if name == "addmm" else ()
@@ -450,9 +437,9 @@ class Taped(nn.Module):
 
 
 def record(fn: Callable[..., Sequence[Tensor]], tensors: Sequence[Tensor]) -> Taped:
-    """The graph of `fn(*tensors)`: `make_fx` for fixed sizes and no compiler, in a third of its
-    time. There are no proxies and no sizes to follow, only tensors without numbers, each with the
-    node that it came from."""
+    """The graph of `fn(*tensors)`: `make_fx` for fixed sizes and no compiler, in less time. There
+    are no proxies and no sizes to follow, only tensors without numbers, each with the node that it
+    came from."""
     fakes: list[Any] = [t for t in tensors if isinstance(t, FakeTensor)]
     mode: Any = fakes[0].fake_mode if fakes else FakeTensorMode(allow_non_fake_inputs=True)
     mode._allow_unsafe_data_ptr_access = False
@@ -465,6 +452,8 @@ def record(fn: Callable[..., Sequence[Tensor]], tensors: Sequence[Tensor]) -> Ta
 
 
 class _Tape(TorchDispatchMode):
+    """Writes down every operator that runs, with the nodes that its tensors came from."""
+
     def __init__(self) -> None:
         super().__init__()
         self.taped = Taped(torch.fx.Graph())
