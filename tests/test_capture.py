@@ -796,6 +796,38 @@ def test_a_network_that_is_gone_leaves_nothing_behind():
     assert [r() for r in left] == [None] * 4
 
 
+@dataclasses.dataclass
+class Both:
+    logits: torch.Tensor
+    features: torch.Tensor
+
+
+@pytest.mark.parametrize(
+    ("pack", "choice", "told"),
+    [
+        (lambda t: {"energy": t}, "enrgy", r"; did you mean 'energy'\?$"),
+        (lambda t: {"head": {"energy": t}}, ("head", "enrgy"), r"; did you mean 'energy'\?$"),
+        (lambda t: Both(t, 2 * t), "logit", r"; did you mean 'logits'\?$"),
+        (lambda t: (t, 2 * t), 2, "exist$"),
+        (lambda t: [t], "energy", "exist$"),
+        (lambda t: t, "energy", "exist$"),
+    ],
+)
+def test_an_output_that_is_not_there_is_refused_before_anything_runs(pack, choice, told):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.BatchNorm1d(4)
+
+        def forward(self, x):
+            return pack(self.norm(x))
+
+    net = Net()
+    with pytest.raises(db.OutputChoiceError, match=told):
+        db.Penalised(net, db.OutputGradient(0), output=choice)(torch.randn(3, 4))
+    assert net.norm.num_batches_tracked == 0
+
+
 @pytest.mark.parametrize("way", ["model", "loss", "backend"])
 def test_parameters_can_be_swapped_after_a_call(way):
     """PyTorch refuses to swap a tensor that anything refers to weakly."""

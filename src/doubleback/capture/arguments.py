@@ -313,11 +313,39 @@ def tensors_in(result: Any, choice: Any) -> list[Tensor]:
         return tensors
     keys = choice if isinstance(choice, tuple) else (choice,)
     for key in keys:
+        nameless = isinstance(result, Tensor) or type(result) in (tuple, list)
+        if isinstance(key, str) and nameless:
+            raise KeyError(key)  # an attribute that is not there TorchDynamo does not see
         if isinstance(key, str) and not isinstance(result, Mapping):
             result = getattr(result, key)
         else:
             result = result[key]
     return [result]
+
+
+NO_SUCH = (KeyError, IndexError, TypeError, AttributeError)  # of a choice that leads nowhere
+
+
+def names_in(result: Any, choice: Any) -> list[str]:
+    """Those that a choice could have taken where it leads nowhere, behind the part of it that
+    does not. Plain Python, too."""
+    for key in choice if isinstance(choice, tuple) else (choice,):
+        if isinstance(result, Mapping):
+            if key not in result:
+                return [str(key), *[str(name) for name in result]]
+            result = result[key]
+        elif hasattr(result, "__dataclass_fields__"):
+            if key not in result.__dataclass_fields__:
+                return [str(key), *result.__dataclass_fields__]
+            result = getattr(result, key)
+        else:
+            break
+    return [""]
+
+
+def no_output(choice: Any, names: Sequence[str]) -> OutputChoiceError:
+    """What is said then."""
+    return OutputChoiceError(f"output={choice!r} does not exist{nearest(names[0], names[1:])}")
 
 
 def _collect(item: Any, tensors: list[Tensor]) -> None:
@@ -338,12 +366,8 @@ def choose_output(result: Any, choice: Any) -> Tensor:
     """The one penalised tensor of a network's result."""
     try:
         tensors = tensors_in(result, choice)
-    except (KeyError, IndexError, TypeError, AttributeError) as error:
-        last = choice[-1] if isinstance(choice, tuple) else choice
-        names = list(result) if isinstance(result, Mapping) else dir(result)
-        raise OutputChoiceError(
-            f"output={choice!r} does not exist: {error!r}{nearest(last, names)}"
-        ) from error
+    except NO_SUCH as error:
+        raise no_output(choice, names_in(result, choice)) from error
     only_one(tensors, choice)
     if not isinstance(tensors[0], Tensor):
         raise OutputChoiceError(f"output={choice!r} is a {type(tensors[0]).__name__}, no tensor")

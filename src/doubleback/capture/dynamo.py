@@ -41,8 +41,8 @@ from torch import nn
 from .. import _torch
 from ..errors import CaptureError, InputError, let_through, untold, warn
 from ..graph import Graph, collector_off
-from .arguments import plain, refuse_distributed, tensors_in
-from .lifting import lift
+from .arguments import NO_SUCH, names_in, plain, refuse_distributed, tensors_in
+from .lifting import lift, refuse_missing
 
 Run = Callable[[Graph, Sequence[Any]], Sequence[Any]]
 
@@ -54,7 +54,12 @@ PATIENCE = 200  # how many times as long as a failed capture took to wait before
 def _call(net: nn.Module, output: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     """What Dynamo captures: the network, and marks at those results that a penalty may be about."""
     result = net(*args, **kwargs)
-    return [torch.ops.doubleback.mark(t) for t in tensors_in(result, output)], result
+    try:
+        chosen = tensors_in(result, output)
+    except NO_SUCH:
+        names = names_in(result, output)
+        return [torch.ops.doubleback.missing(t, names) for t in tensors_in(result, None)], result
+    return [torch.ops.doubleback.mark(t) for t in chosen], result
 
 
 class Capture:
@@ -160,6 +165,7 @@ class Capture:
                 f"it holds a {type(strange[0]).__name__} of layout {strange[0].layout} "
                 "(distributed, sparse or quantised), which the sweeps do not know"
             )
+        refuse_missing(module, self.output)
         graph = lift(module, given)
         self.graphs += 1
 

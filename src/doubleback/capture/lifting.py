@@ -58,6 +58,7 @@ from ..graph import (
 )  # fmt: skip
 from ..kernels import library
 from ..rules import registered, stop_gradient
+from .arguments import no_output
 
 aten = torch.ops.aten
 
@@ -66,6 +67,8 @@ library.define("mark(Tensor x) -> Tensor")
 library.impl("mark", lambda x: x.clone(), "CompositeExplicitAutograd")
 mark = torch.ops.doubleback.mark.default
 """Put around a result, so that it is found in Dynamo's graph; never run."""
+library.define("missing(Tensor x, str[] names) -> Tensor")
+library.impl("missing", lambda x, names: x.clone(), "CompositeExplicitAutograd")
 
 
 def lift(module: torch.fx.GraphModule, given: Sequence[Any]) -> Graph:
@@ -197,6 +200,15 @@ def _take_marks(module: torch.fx.GraphModule) -> list[int]:
         module.graph.erase_node(node)
     module.recompile()
     return places
+
+
+def refuse_missing(module: torch.fx.GraphModule, choice: Any) -> None:
+    """Raise where the result has no such output, before anything has run; its results are marked
+    with the names that it has."""
+    op = torch.ops.doubleback.missing
+    for node in module.graph.nodes:
+        if node.target in (op, op.default):
+            raise no_output(choice, node.args[1])
 
 
 def assigns_data(module: torch.fx.GraphModule) -> bool:
