@@ -311,15 +311,14 @@ def tensors_in(result: Any, choice: Any) -> list[Tensor]:
         tensors: list[Tensor] = []
         _collect(result, tensors)
         return tensors
-    keys = choice if isinstance(choice, tuple) else (choice,)
-    for key in keys:
+    for key in choice if isinstance(choice, tuple) else (choice,):
         nameless = isinstance(result, Tensor) or type(result) in (tuple, list)
         if isinstance(key, str) and nameless:
             raise KeyError(key)  # an attribute that is not there TorchDynamo does not see
         if isinstance(key, str) and not isinstance(result, Mapping):
             result = getattr(result, key)
         else:
-            result = result[key]
+            result = result[key]  # type: ignore[index]
     return [result]
 
 
@@ -329,7 +328,8 @@ NO_SUCH = (KeyError, IndexError, TypeError, AttributeError)  # of a choice that 
 def names_in(result: Any, choice: Any) -> list[str]:
     """Those that a choice could have taken where it leads nowhere, behind the part of it that
     does not. Plain Python, too."""
-    for key in choice if isinstance(choice, tuple) else (choice,):
+    keys: tuple[Any, ...] = choice if isinstance(choice, tuple) else (choice,)
+    for key in keys:
         if isinstance(result, Mapping):
             if key not in result:
                 return [str(key), *[str(name) for name in result]]
