@@ -8,11 +8,12 @@ to, counters). What is run in the place of that graph is the caller's choice: he
 Where a network cannot be captured, `reason` says why in one short message: the cause, the user's
 line, a remedy.
 
-`Surroundings` is what a forward pass reads and Dynamo does not guard, as a key that is compared at
-each call. Dynamo takes classes to be finished: a method that is replaced on a class later, or a
-hook for all modules, goes unnoticed. Each of these is rare, few in number and quick to compare.
-Older versions of PyTorch also miss a module whose class is swapped, and numbers of a class that
-serves as a record.
+`teach` adds guards that Dynamo lacks, and refuses what it answers wrongly, for the graphs of this
+library alone. `Surroundings` is what a forward pass reads and no guard covers, as a key that is
+compared at each call. Dynamo takes classes to be finished: a method that is replaced on a class
+later, or a hook for all modules, goes unnoticed. Each of these is rare, few in number and quick to
+compare. Older versions of PyTorch also miss a module whose class is swapped, and numbers of a class
+that serves as a record.
 """
 
 from __future__ import annotations
