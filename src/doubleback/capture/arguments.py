@@ -313,14 +313,17 @@ def tensors_in(result: Any, choice: Any) -> list[Tensor]:
         return tensors
     keys = choice if isinstance(choice, tuple) else (choice,)
     for key in keys:
-        nameless = isinstance(result, Tensor) or type(result) in (tuple, list)
-        if isinstance(key, str) and nameless:
+        if isinstance(key, str) and _nameless(result):
             raise KeyError(key)  # an attribute that is not there TorchDynamo does not see
         if isinstance(key, str) and not isinstance(result, Mapping):
             result = getattr(result, key)
         else:
             result = result[key]
     return [result]
+
+
+def _nameless(result: Any) -> bool:
+    return isinstance(result, Tensor) or type(result) in (tuple, list)
 
 
 NO_SUCH = (KeyError, IndexError, TypeError, AttributeError)  # of a choice that leads nowhere
