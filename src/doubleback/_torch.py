@@ -314,10 +314,6 @@ NAMES: dict[str, tuple[str, str]] = {
         "torch._dynamo.source:ConstDictKeySource",
         "a key of a dictionary that is there, which is guarded with it",
     ),
-    "BackendCompilerFailed": (
-        "torch._dynamo.exc:BackendCompilerFailed",
-        "tells our own refusal of a graph from Dynamo's of a program",
-    ),
     "TensorVariable": (
         "torch._dynamo.variables.tensor:TensorVariable",
         "requires_grad_() on a tensor that the graph makes, which Dynamo cannot follow before 2.13",
