@@ -67,6 +67,10 @@ NAMES: dict[str, tuple[str, str]] = {
         "torch._C:_TorchDispatchModeKey",
         "which of these modes is asked for",
     ),
+    "DeviceContext": (
+        "torch.utils._device:DeviceContext",
+        "`with torch.device(…)` is a mode that changes nothing of what is there",
+    ),
     "get_function_modes": (
         "torch.overrides:_get_current_function_mode_stack",
         "a caller's modes change what functions return: traced and run, they would do so twice",

@@ -9,7 +9,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import func, nn
 from torch.overrides import TorchFunctionMode
 
 import doubleback as db
@@ -182,3 +182,36 @@ def test_a_mode_inside_of_forward_is_captured():
 
     model, twin = pair(Inside(torch.tanh), sweeps=True, strict=True)
     same_training(model, twin)
+
+
+class Transformed(nn.Module):
+    """A transform of torch.func beside a layer, each of which depends on x."""
+
+    def __init__(self, transform) -> None:
+        super().__init__()
+        self.inner, self.last = nn.Linear(5, 3), nn.Linear(5, 3)
+        self.transform = transform
+
+    def forward(self, x):
+        return (self.last(x) + self.transform(self, x)).sum(1, keepdim=True)
+
+    def one(self, row):
+        return torch.tanh(self.inner(row))
+
+
+TRANSFORMS = {
+    "vmap": lambda net, x: func.vmap(net.one)(x),
+    "vmap over a parameter": lambda net, x: func.vmap(lambda w: x[:, 0] * w)(net.inner.bias).t(),
+    "grad": lambda net, x: func.grad(lambda x: net.one(x).square().sum())(x)[:, :3],
+    "vjp": lambda net, x: func.vjp(net.one, x)[1](torch.ones(len(x), 3).to(x))[0][:, :3],
+    "jacrev": lambda net, x: func.vmap(func.jacrev(net.one))(x)[:, :, 0],
+    "jvp": lambda net, x: func.jvp(net.one, (x,), (torch.ones_like(x),))[1],
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_transforms_inside_of_forward(transform):
+    torch.manual_seed(3)
+    model, twin = pair(Transformed(TRANSFORMS[transform]), sweeps=True)
+    same_training(model, twin, steps=3)
+    assert "torch.func" in str(model._refusal) or transform == "jvp"

@@ -331,3 +331,12 @@ def test_indices_that_two_operators_share(how, growing):
     torch.manual_seed(1)
     model, twin = pair(Attending(), strict=True)
     same_training(model, twin, how=how, batch=batch, steps=5)
+
+
+def test_a_default_device_is_no_reason_not_to_capture():
+    torch.set_default_device("cpu")
+    try:
+        model, twin = pair(nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 1)), strict=True)
+        same_training(model, twin, steps=2)
+    finally:
+        torch.set_default_device(None)

@@ -31,13 +31,12 @@ import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from time import monotonic
-from types import FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import nn
-from torch.utils._device import DeviceContext
 
 from .. import _torch
 from ..errors import CaptureError, InputError, let_through, untold, warn
@@ -334,7 +333,7 @@ _count = itertools.count()
 def refuse_modes(what: str) -> None:
     """A mode of the caller's that changes what PyTorch's functions return would do so as Dynamo
     reads them, and once more where they are traced and run."""
-    modes = [m for m in _torch.get_function_modes() if not isinstance(m, DeviceContext)]
+    modes = [m for m in _torch.get_function_modes() if not isinstance(m, _torch.DeviceContext)]
     if modes:
         raise CaptureError(
             f"{what} while {type(modes[-1]).__name__} is active: as a TorchFunctionMode it would "
@@ -467,8 +466,14 @@ def _guard_keys() -> None:
     unguarded = getattr(lazy, name)
 
     def is_a_key(self: Any) -> bool:
-        """Only what is a key already, and guarded with its dictionary, is left at that."""
-        return isinstance(self.original_source(), _torch.ConstDictKeySource) and unguarded(self)
+        """Only what is a key already, and guarded with its dictionary, is left at that. Functions
+        in C, as a default device looks for them, have no other way to be a key: they are guarded
+        here."""
+        source = self.original_source()
+        if isinstance(self.original_value(), BuiltinFunctionType) and source is not None:
+            _torch.install_guard(source.make_guard(_torch.GuardBuilder.ID_MATCH))
+            return unguarded(self)
+        return isinstance(source, _torch.ConstDictKeySource) and unguarded(self)
 
     setattr(lazy, name, is_a_key)
 
@@ -939,6 +944,9 @@ _REMEDIES = (
      "use the plain Python module (for e3nn: e3nn.set_optimization_defaults(jit_script_fx=False))"),
     (r"ao.quantization|FakeQuantize|Observer",
      "none: quantisation observes in Python what no graph holds; sweeps=False says that autograd "
+     "is meant"),
+    (r"transform of torch\.func",
+     "write it on batches, or compile the whole loss (db.compile); sweeps=False says that autograd "
      "is meant"),
     (r"hook", "remove the hook while training with a penalty"),
     (r"DistributedDataParallel|DDP", "wrap the other way round: DDP(Penalised(net))"),

@@ -79,6 +79,7 @@ def lift(module: torch.fx.GraphModule, given: Sequence[Any]) -> Graph:
     """
     if assigns_data(module):
         raise CaptureError("it assigns to a tensor's .data, behind autograd's back")
+    _refuse_transforms(module)
     marked = _take_marks(module)
     _pass_on(module)
     placeholders = [n for n in module.graph.nodes if n.op == "placeholder"]
@@ -220,6 +221,26 @@ def assigns_data(module: torch.fx.GraphModule) -> bool:
 def graphs_in(module: torch.nn.Module) -> Iterator[torch.fx.GraphModule]:
     """A graph of Dynamo's, and those of the functions that its operators take as arguments."""
     return (part for part in module.modules() if isinstance(part, torch.fx.GraphModule))
+
+
+def _refuse_transforms(module: torch.fx.GraphModule) -> None:
+    """Inside a transform of torch.func tensors do not tell whether a derivative reaches them: what
+    depends on x would look as if it were cut off."""
+    for part in graphs_in(module):
+        for node in part.graph.nodes:
+            name = getattr(node.target, "__name__", "")
+            if name in _ENTERING:
+                raise CaptureError(
+                    f"it calls a transform of torch.func ({_ENTERING[name]}), inside of which no "
+                    "tensor tells whether a derivative reaches it"
+                )
+
+
+_ENTERING = {
+    "_vmap_increment_nesting": "vmap",
+    "_grad_increment_nesting": "grad, vjp or jacrev",
+    "_jvp_increment_nesting": "jvp or jacfwd",
+}
 
 
 def _name(placeholder: torch.fx.Node) -> str:
