@@ -311,15 +311,19 @@ def tensors_in(result: Any, choice: Any) -> list[Tensor]:
         tensors: list[Tensor] = []
         _collect(result, tensors)
         return tensors
-    for key in choice if isinstance(choice, tuple) else (choice,):
-        nameless = isinstance(result, Tensor) or type(result) in (tuple, list)
-        if isinstance(key, str) and nameless:
+    keys = choice if isinstance(choice, tuple) else (choice,)
+    for key in keys:
+        if isinstance(key, str) and _nameless(result):
             raise KeyError(key)  # an attribute that is not there TorchDynamo does not see
         if isinstance(key, str) and not isinstance(result, Mapping):
             result = getattr(result, key)
         else:
-            result = result[key]  # type: ignore[index]
+            result = result[key]
     return [result]
+
+
+def _nameless(result: Any) -> bool:
+    return isinstance(result, Tensor) or type(result) in (tuple, list)
 
 
 NO_SUCH = (KeyError, IndexError, TypeError, AttributeError)  # of a choice that leads nowhere
