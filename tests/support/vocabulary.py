@@ -1233,4 +1233,5 @@ UNCAPTURED = (
     "gaussian_nll_loss", "cov", "boolean_index",
     "written_parts",  # to memory that detach() has reached
     "rrelu_inplace",  # draws, and has no rule
+    "functional_vmap",  # inside, no tensor tells whether a derivative reaches it
 )  # fmt: skip
