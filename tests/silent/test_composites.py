@@ -119,8 +119,10 @@ def test_dropout_between_recurrent_layers_in_the_backend(name):
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-def test_compiled_code_that_differentiates_its_own_regions():
-    """The engine calls the backend from inside of such code, where TorchDynamo reads everything."""
+@pytest.mark.parametrize("around", [nullcontext, db.patched])
+def test_compiled_code_that_differentiates_its_own_regions(around):
+    """The engine calls the backend from inside of such code, where TorchDynamo reads everything,
+    the patch's own Python too."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(3, 8), nn.SiLU(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
@@ -138,8 +140,9 @@ def test_compiled_code_that_differentiates_its_own_regions():
         found = []
         for function in (fast, loss):
             net.zero_grad()
-            value = function(*args)
-            value.backward()
+            with around():
+                value = function(*args)
+                value.backward()
             trained = [t.grad for t in net.parameters() if t.grad is not None]
             found.append([value.detach(), *trained])
         torch.testing.assert_close(*found, rtol=TOLERANCE, atol=1e-12)

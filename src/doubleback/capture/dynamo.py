@@ -452,7 +452,7 @@ def _guard_one_object() -> None:
 
     def make_dupe_guard(source: Any, other: Any) -> Any:
         guard = original(source, other)
-        if guard is None and other is not None and other != source:
+        if guard is None and other is not None and other != source and _is_ours():
             guard = functools.partial(_torch.GuardBuilder.DUPLICATE_INPUT, source_b=other)
         return guard
 
@@ -471,6 +471,8 @@ def _guard_keys() -> None:
         in C, as a default device looks for them, have no other way to be a key: they are guarded
         here."""
         source = self.original_source()
+        if not _is_ours():
+            return unguarded(self)
         if isinstance(self.original_value(), BuiltinFunctionType) and source is not None:
             _torch.install_guard(source.make_guard(_torch.GuardBuilder.ID_MATCH))
             return unguarded(self)
@@ -494,7 +496,8 @@ def _guard_order() -> None:
     call_list = _torch.ListVariable.call_method
 
     def call_guarded(self: Any, tracer: Any, name: str, args: list, kwargs: dict) -> Any:
-        if name == "extend" and args and isinstance(args[0], _torch.ConstDictVariable):
+        keys = name == "extend" and args and isinstance(args[0], _torch.ConstDictVariable)
+        if keys and _is_ours():
             args[0].install_dict_keys_match_guard()
         return call_list(self, tracer, name, args, kwargs)
 
@@ -621,7 +624,7 @@ def _guard_what_is_missing() -> None:
     getitem = _torch.ConstDictVariable.getitem_const_raise_exception_if_absent
 
     def getitem_noted(self: Any, tracer: Any, key: Any) -> Any:
-        if key not in self:
+        if _is_ours() and key not in self:
             self.install_dict_contains_guard(tracer, [key])
         return getitem(self, tracer, key)
 

@@ -39,7 +39,7 @@ from ..capture import (
 from ..errors import CaptureError, StaleGraphError, let_through, warn
 from ..graph import many, memory, saving_hooks_off
 from ..kernels import batched
-from ..patch import hold_patch, patched_where_known
+from ..patch import hold_patch, patched_where_known, unread_by
 from ..run import no_autocast, quiet, sound
 from .functions import is_linear
 from .loss import held_modules
@@ -717,6 +717,7 @@ def _close_to_dynamo() -> None:
     functions: Any = RegionForward, RegionBackward
     for function in functions:
         function.backward = staticmethod(torch.compiler.disable(function.backward))
+    unread_by(torch.compiler.disable)
 
 
 def _first(

@@ -11,8 +11,9 @@ wrong (average pooling on a GPU). Models, losses and training loops stay as they
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 
@@ -31,6 +32,7 @@ __all__ = [
     "patched_where_known",
     "supported",
     "unpatch",
+    "unread_by",
     "watched",
 ]
 
@@ -78,6 +80,13 @@ def hold_patch(owner: object) -> None:
     held = patched_where_known()
     held.__enter__()
     weakref.finalize(owner, held.__exit__, None, None, None).atexit = False
+
+
+def unread_by(disable: Callable) -> None:
+    """Compiled code that differentiates its own regions comes through the patch, whose state Dynamo
+    is not to guard: it changes meanwhile. disable: `torch.compiler.disable`, which imports it."""
+    hidden: Any = disable(Patcher.before_second)
+    Patcher.before_second = hidden
 
 
 LASTING = _patcher.lasting

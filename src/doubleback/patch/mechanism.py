@@ -569,6 +569,12 @@ class Patcher:
         self.libraries[place] = library
         forget(op)
 
+    def before_second(self) -> None:
+        """Before each pass with create_graph=True."""
+        if "create_graph" not in self.armed:
+            self.arm("create_graph")
+        self.rest()
+
     def rest(self) -> None:
         """Before a pass with create_graph=True: kernels that were declined go, others come back."""
         self.passes += 1
@@ -595,9 +601,7 @@ class Patcher:
         def run_backward(outputs, *args, **kwargs):
             # args: gradients, retain_graph, create_graph, …
             if args[2]:
-                if "create_graph" not in self.armed:
-                    self.arm("create_graph")
-                self.rest()
+                self.before_second()
             return run(outputs, *args, **kwargs)
 
         @functools.wraps(enter)
