@@ -1342,7 +1342,7 @@ for net.kind in (Kind.ONE, Kind.TWO, Kind.ONE):
     assert fast(x).sum() == 3 * net.kind.value, net.kind
 """
 SIZES = """
-import warnings, torch
+import gc, warnings, torch
 import doubleback as db
 torch._dynamo.config.capture_dynamic_output_shape_ops = True
 net = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Tanh(), torch.nn.Linear(5, 1)).double()
@@ -1361,6 +1361,12 @@ with warnings.catch_warnings(record=True) as seen:
             assert a is b is None or (a - b).abs().max() < 1e-12, (a, b)
 said = [str(w.message) for w in seen if w.category is db.CaptureWarning]
 assert len(said) == 1 and "a size depends on what tensors hold" in said[0], said
+states = lambda: {each.state for each in db.patch_report()}
+assert states() != {"stock"}
+del fast
+torch._dynamo.reset()
+gc.collect()
+assert states() == {"stock"}, states()
 """
 BY_ENTRY_POINT = """
 import importlib.metadata, torch
@@ -1452,5 +1458,6 @@ def test_fused_attention_on_a_gpu(made):
 
 def test_sizes_that_depend_on_what_tensors_hold():
     """Where Dynamo is told to capture them, as NequIP tells it for the whole process, they are
-    symbols that no input has: the region runs on autograd."""
+    symbols that no input has: the region runs on autograd, under the patch for as long as Dynamo
+    has it."""
     run_fresh(SIZES)

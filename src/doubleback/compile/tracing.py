@@ -311,9 +311,16 @@ class Stages:
         self.written, self.wanted, self.moving = tuple(written), tuple(wanted), moving
         self.stand = stand = StandIns(code, numbers)
         self.trained = [i for i, on in enumerate(code.required) if on]
+        try:
+            self._make()
+        finally:
+            stand.forget_callers()
+
+    def _make(self) -> None:
+        stand = self.stand
         self._behind: list[list[frozenset[int] | None]]
         with stand.fakes, stand.env.ignore_fresh_unbacked_symbols():
-            self.layout: Layout = look(code, stand.inputs, stand.draws)
+            self.layout: Layout = look(self.code, stand.inputs, stand.draws)
             with torch.enable_grad():
                 self.outputs = self._examples()
         self.on_tape = [i for i, on in enumerate(self.layout.on_tape) if on]
