@@ -287,12 +287,15 @@ class Stage:
             )
         return laid_out(self.graph, examples, run)  # type: ignore[arg-type]
 
-    def __call__(self, values: dict[str, Any]) -> list[Any]:
+    def __call__(self, values: dict[str, Any], free: bool = False) -> list[Any]:
+        """free: what the pass reads is taken out of `values`, and freed at its last use."""
+        given = {name: values[name] for name in self.given}
+        take = values.pop if free else values.__getitem__
         with torch.no_grad(), no_autocast():
-            computed = self.run([values[name] for name in self.reads])
+            computed = self.run([take(name) for name in self.reads])
             values.update(zip(self.computes, computed, strict=True))
-            own = {name: values[name].clone() for name in self.given}
-        return [None if n is None else own.get(n, values[n]) for n in self.results]
+            own = {name: t.clone() for name, t in given.items()}
+        return [None if n is None else own[n] if n in own else values[n] for n in self.results]
 
 
 class Stages:
