@@ -1076,6 +1076,30 @@ def test_the_user_s_own_errors_come_through():
         db.compile(loss, compiler="eager")(torch.randn(4, 3))
 
 
+def test_a_strain_that_the_loss_makes():
+    """The stress is a derivative by a tensor of zeros, which Dynamo makes one way only."""
+    net = mlp()
+
+    def loss(x, strain):
+        (s,) = torch.autograd.grad(net(x + x @ strain).sum(), strain, create_graph=True)
+        return s.square().sum()
+
+    strict = compiled(lambda x: loss(x, torch.zeros(3, 3, requires_grad=True)), strict=True)
+    with pytest.raises(db.CaptureError, match=r"\.requires_grad_\(\) in the place of"):
+        strict(torch.randn(4, 3))
+    step = compiled(lambda x: loss(x, torch.zeros(3, 3).requires_grad_()), strict=True)
+    for n in (4, 6):
+        x = torch.randn(n, 3)
+        wanted = torch.autograd.grad(
+            loss(x, torch.zeros(3, 3, requires_grad=True)), list(net.parameters()),
+            allow_unused=True,
+        )  # fmt: skip
+        net.zero_grad(set_to_none=True)
+        step(x).backward()
+        for p, g in zip(net.parameters(), wanted, strict=True):
+            torch.testing.assert_close(p.grad, g)
+
+
 def test_a_transform_around_it_is_refused():
     net = mlp()
     step = compiled(lambda x: net(x).sum())

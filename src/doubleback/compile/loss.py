@@ -750,6 +750,8 @@ class _Refusal(CaptureError):
 _REMEDIES = (
     (r"Unsupported Tensor\.requires_grad_\(\) call",
      "say x = x.detach().requires_grad_() inside the function"),
+    (r"creation function with requires_grad=True",
+     "say torch.zeros(…).requires_grad_() in the place of torch.zeros(…, requires_grad=True)"),
     (r"returning intermediate with requires_grad_\(\)|it stores a tensor that requires grad",
      "store no tensor that requires grad on Python objects, or detach it"),
     ("external grad_fn", "detach what was computed outside, or pass it as an argument"),
