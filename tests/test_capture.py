@@ -18,7 +18,7 @@ from torch import nn
 
 import doubleback as db
 from doubleback import _torch
-from doubleback.capture import dynamo, find_graph, lifting
+from doubleback.capture import dynamo, find_graph, guards, lifting
 
 # ------------------------------------------------------------------------------ captured anew
 
@@ -1088,8 +1088,8 @@ def test_what_others_compile_is_read_as_before(program, monkeypatch):
         )(torch.ones(2))
         return [[n.target for n in module.graph.nodes] for module in graphs]
 
-    dynamo.teach()
+    guards.teach()
     taught = compile()
-    monkeypatch.setattr(dynamo, "_is_ours", lambda: False)
+    monkeypatch.setattr(guards, "_is_ours", lambda: False)
     assert compile() == taught
     assert taught or _torch.before(2, 13)  # which has no graph of some
