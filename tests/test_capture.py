@@ -1093,3 +1093,25 @@ def test_what_others_compile_is_read_as_before(program, monkeypatch):
     monkeypatch.setattr(guards, "_is_ours", lambda: False)
     assert compile() == taught
     assert taught or _torch.before(2, 13)  # which has no graph of some
+
+
+def test_an_error_leaves_transforms_of_every_kind():
+    functorch = torch._C._functorch
+
+    def fails(x):
+        with dynamo.leaving_transforms():
+            functorch._jvp_increment_nesting()
+            functorch._grad_increment_nesting()
+            functorch._vmap_increment_nesting(2, "error")
+            functorch._func_increment_nesting(False)
+            raise KeyError("inside")
+
+    def outer(x):
+        before = _torch.transforms_entered()
+        with pytest.raises(KeyError):
+            fails(x)
+        assert _torch.transforms_entered() == before > 0
+        return x.sin()
+
+    x = torch.randn(3, 2)
+    torch.testing.assert_close(torch.func.vmap(outer)(x), x.sin())

@@ -533,6 +533,12 @@ def forget(error: BaseException) -> None:
     _torch.set_fwd_grad_enabled(forward)
 
 
+_EXITS = {
+    "Vmap": _torch.leave_vmap, "Grad": _torch.leave_grad, "Jvp": _torch.leave_jvp,
+    "Functionalize": _torch.leave_functionalize,
+}  # fmt: skip
+
+
 @contextmanager
 def leaving_transforms() -> Iterator[None]:
     """An error leaves the transforms of torch.func that were entered since. In a graph they are
@@ -542,7 +548,8 @@ def leaving_transforms() -> Iterator[None]:
     try:
         yield
     except BaseException:
-        _torch.leave_transforms(depth)
+        while _torch.transforms_entered() > depth:
+            _EXITS[_torch.peek_interpreter_stack().key().name]()
         with suppress(RuntimeError):  # there is one level at most
             _torch.exit_dual_level(level=level + 1)
         transforms.JVP_NESTING, forward._current_level = jvps, level
