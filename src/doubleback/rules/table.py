@@ -125,6 +125,10 @@ class Rule:
     curves(i, j): whether s_i depends on q_j, that is, whether ∂_i∂_jF can differ from zero.
     own: False for the generic rule, which any operator without a rule of its own runs on.
     tangent_curvature: both at once where they share work: (q_y | None, sources).
+    at_once: the same and ξ of the inputs, where all three share passes over memory: (q_y | None,
+        sources, ξ_u by slot or None). A product before such a node waits for it with its source.
+    onto(call, y, wanted, waiting): `backward` with the first input's gradient added to `waiting`
+        in passing; None where it cannot.
     seeded: how it runs over many seeds at once (see `structures.py`); None: one after another.
     diagonal: whether ∂F is diagonal: coordinate-wise, in one activation.
     same_entries: whether y holds the entries of its first input in their order, under whatever
@@ -146,6 +150,10 @@ class Rule:
     tangent_curvature: (
         Callable[[Call, Any, Tensors, Sequence[bool], bool], tuple[Any, Tensors]] | None
     ) = None
+    at_once: (
+        Callable[[Call, Any, Tensors, Sequence[bool], bool], tuple[Any, Tensors, Tensors]] | None
+    ) = None
+    onto: Callable[[Call, Any, Sequence[bool], Tensor], Tensors | None] | None = None
     reads: frozenset[str] = frozenset({"inputs"})
     reads_inputs: Callable[[Sequence[bool]], Sequence[bool]] | None = None
     curves: Callable[[int, int], bool] = lambda i, j: True
