@@ -507,7 +507,8 @@ def find_waits(steps: Sequence[Step], renewals: Mapping[int, Renewal]) -> dict[i
     and by which, through light nodes that do not bend, the waiting one's is had."""
     waits: dict[int, int] = {}
     for step in steps:
-        bends_alone = step.curves and step.push and step.rule.tangent_curvature is None
+        together = step.rule.tangent_curvature or step.rule.at_once
+        bends_alone = step.curves and step.push and together is None
         link = step.node.index
         while bends_alone and link in renewals:
             reader = renewals[link].reader

@@ -188,8 +188,8 @@ class _TangentSweep:
         plan, rule = self.plan, step.rule
         xi = _cotangent(plan, self.state, self.held, step, self.seeds) if step.curves else None
         call = call_of(plan, step, self.state)
-        if waiting and xi is not None and rule.at_once is not None:
-            result = _guard("tangent", step, rule.at_once, call, xi, moved, step.bend, step.push)
+        if waiting and xi is not None:
+            result = _guard("tangent", step, rule.all_three, call, xi, moved, step.bend, step.push)
             out, bent, pulled = result
             self._hand(plan.waits[waiting[0].step.node.index], pulled)
         else:

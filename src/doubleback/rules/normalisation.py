@@ -90,19 +90,23 @@ def standardisation(
     def tangent(call: Call, q: Tensors) -> Any:
         if _moves_parameters(q):
             return _GENERIC.tangent(call, q)
-        return both(call, None, q, (False,) * len(q), True)[0]
+        return three(call, None, q, (False,) * len(q), True, False)[0]
 
     def both(
         call: Call, xi: Any, q: Tensors, wanted: Sequence[bool], need: bool
     ) -> tuple[Any, Tensors]:
-        return at_once(call, xi, q, wanted, need, False)[:2]
+        if _moves_parameters(q):
+            return _GENERIC.both(call, xi, q, wanted, need)
+        return three(call, xi, q, wanted, need, False)[:2]
 
     def at_once(
-        call: Call, xi: Any, q: Tensors, wanted: Sequence[bool], need: bool, pulled: bool = True
+        call: Call, xi: Any, q: Tensors, wanted: Sequence[bool], need: bool, pulled: bool
+    ) -> tuple[Any, Tensors, Tensors] | None:
+        return None if _moves_parameters(q) else three(call, xi, q, wanted, need, pulled)
+
+    def three(
+        call: Call, xi: Any, q: Tensors, wanted: Sequence[bool], need: bool, pulled: bool
     ) -> tuple[Any, Tensors, Tensors]:
-        nothing = (None,) * len(call.inputs)
-        if _moves_parameters(q):
-            return *_GENERIC.both(call, xi, q, wanted, need), nothing
         slot = _affine(call, place)[0]
         mask = (wanted[0], slot is not None and wanted[slot])
         mean, rstd = call.saved
@@ -110,7 +114,8 @@ def standardisation(
         t, s_x, s_w, dx = second_now(
             groups(call), _main(call, xi), tangent_of(q), *at, mask, need, pulled
         )
-        return (_pack(call, t) if need else None), spread(call, s_x, s_w), (dx, *nothing[1:])
+        rest = (None,) * (len(call.inputs) - 1)
+        return (_pack(call, t) if need else None), spread(call, s_x, s_w), (dx, *rest)
 
     return Rule(
         Structure.STANDARDISATION, forward or run, pull, tangent, tangent_curvature=both,

@@ -546,23 +546,18 @@ def coordinatewise(
         return (back(second(call, wide) * h * xi), *(None for _ in call.inputs[1:]))
 
     def at_once(
-        call: Call, xi: Any, q: Tensors, wanted: Sequence[bool], need: bool, pulled: bool = True
-    ) -> tuple[Any, Tensors, Tensors]:
-        h, rest, found = q[0], (None,) * (len(call.inputs) - 1), None
-        if kernel is not None and wanted[0] and h is not None:
-            name, parameters = kernel(call)
-            found = fused_bend(name, value(call), h, xi, parameters, need, pulled)
-        if found is not None:
-            source, t, dx = found
-            return t, (source, *rest), (dx, *rest)
-        sources = curvature(call, xi, q, wanted)
-        t = scale(call, tangent_of(q)) if need else None
-        return t, sources, (scale(call, xi) if pulled else None, *rest)
-
-    def both(
-        call: Call, xi: Any, q: Tensors, wanted: Sequence[bool], need: bool
-    ) -> tuple[Any, Tensors]:
-        return at_once(call, xi, q, wanted, need, False)[:2]
+        call: Call, xi: Any, q: Tensors, wanted: Sequence[bool], need: bool, pulled: bool
+    ) -> tuple[Any, Tensors, Tensors] | None:
+        assert kernel is not None
+        if not wanted[0] or q[0] is None:
+            return None
+        name, parameters = kernel(call)
+        found = fused_bend(name, value(call), q[0], xi, parameters, need, pulled)
+        if found is None:
+            return None
+        source, t, dx = found
+        rest = (None,) * (len(call.inputs) - 1)
+        return t, (source, *rest), (dx, *rest)
 
     def onto(call: Call, y: Any, wanted: Sequence[bool], waiting: Tensor) -> Tensors | None:
         assert kernel is not None
@@ -596,8 +591,7 @@ def coordinatewise(
         ),
         tangent=lambda call, q: scale(call, tangent_of(q)),
         curvature=None if piecewise else curvature,
-        tangent_curvature=None if piecewise else both,
-        at_once=None if piecewise else at_once,
+        at_once=None if kernel is None else at_once,
         onto=None if kernel is None else onto,
         reads=frozenset({"input": ["inputs"], "output": ["output"], "saved": []}[of]),
         curves=(lambda i, j: False) if piecewise else (lambda i, j: True),
