@@ -330,7 +330,10 @@ def test_what_is_wrong_together_and_right_apart_is_caught(registered_as, op, par
         return tuple(None if p is None else p / 2 for p in parts)
 
     def at_once(*given):
-        pushed, bent, pulled = right.at_once(*given)
+        found = right.at_once(*given)
+        if found is None:
+            return None
+        pushed, bent, pulled = found
         return (
             pushed / 2 if part == "tangent" and pushed is not None else pushed,
             half(bent) if part == "curvature" else bent,
