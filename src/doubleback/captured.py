@@ -434,36 +434,37 @@ class CapturedModule(nn.Module):
             way = used.way(own) if used is not None and used.looks == LOOKS else way
         plain = not kwargs and self.wrt == 0 and self.output is None
         quick = way in ("bare", "math") or isinstance(way, frozenset)
-        key = self._shape_of(args) if quick and plain else None
-        if key is not None and not any(map(is_compiled, list(self.net.modules())[1:])):
-            remember(self._short, key, way)
+        if not (quick and plain and all(type(t) is Tensor for t in args)):
+            return
+        if not any(map(is_compiled, list(self.net.modules())[1:])):
+            remember(self._short, self._shape_of(args), way)
 
-    def _shape_of(self, args: tuple, exactly: bool = False) -> tuple | None:
-        """What `_size` says of a call, from arguments that are not taken apart, or its shapes
-        exactly, which is quicker; None where they are not all plain tensors."""
+    def _shape_of(self, args: tuple) -> tuple:
+        """What `_size` says of a call, from arguments that are not taken apart."""
         key = [self._modules["net"].training]  # type: ignore[union-attr]
         for t in args:
-            if type(t) is not Tensor or t.is_inference():
-                return None
-            shape: Any = (t.shape,) if exactly else [n.bit_length() for n in t.shape]
-            key += t.dtype, t.is_cpu, *shape
+            key += t.dtype, t.is_cpu, *[n.bit_length() for n in t.shape]
         return tuple(key)
 
     def _short_way(self, args: tuple, kwargs: Mapping[str, Any]) -> Way | None:
         if kwargs or not torch.is_grad_enabled():
             return None
-        exact = self._shape_of(args, True)
+        key = [self._modules["net"].training]  # type: ignore[union-attr]
+        for t in args:
+            if type(t) is not Tensor or t.is_inference():
+                return None
+            key += t.dtype, t.is_cpu, t.shape
+        exact = tuple(key)  # which is quicker to make than the sizes that count as one
         way = self._short.get(exact)
-        if way is None and exact is not None:
+        if way is None:
             way = self._short.get(self._shape_of(args))
-            if way is not None:
-                remember(self._short, exact, way)
-        unsure = way is None or counting() or hooked() or peek_interpreter_stack() is not None
-        if unsure or not self._shortens() or self._written() is None:
+            if way is None:
+                return None
+            remember(self._short, exact, way)
+        if counting() or hooked() or peek_interpreter_stack() is not None or not self._shortens():
             return None
-        if way in ("bare", "math"):
-            return way if self._free_to_choose() else None
-        return way if self._refused() else None
+        fits = self._refused() if isinstance(way, frozenset) else self._free_to_choose()
+        return way if fits and self._written() is not None else None
 
     def _refused(self) -> bool:
         """Whether a call goes to autograd since it cannot be captured, or is not to be."""
