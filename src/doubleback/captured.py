@@ -441,7 +441,7 @@ class CapturedModule(nn.Module):
 
     def _shape_of(self, args: tuple) -> tuple:
         """What `_size` says of a call, from arguments that are not taken apart."""
-        key = [self._modules["net"].training]  # type: ignore[union-attr]
+        key: list[Any] = [self._modules["net"].training]  # type: ignore[union-attr]
         for t in args:
             key += t.dtype, t.is_cpu, *[n.bit_length() for n in t.shape]
         return tuple(key)
@@ -449,7 +449,7 @@ class CapturedModule(nn.Module):
     def _short_way(self, args: tuple, kwargs: Mapping[str, Any]) -> Way | None:
         if kwargs or not torch.is_grad_enabled():
             return None
-        key = [self._modules["net"].training]  # type: ignore[union-attr]
+        key: list[Any] = [self._modules["net"].training]  # type: ignore[union-attr]
         for t in args:
             if type(t) is not Tensor or t.is_inference():
                 return None
