@@ -978,6 +978,27 @@ def test_a_question_about_sizes_is_asked_again_at_each_call(made):
         assert_same(penalty(functools.partial(fast, y=y), x, ()), wanted)
 
 
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.scale, self.cutoff = nn.Linear(4, 2), 2.0, 5.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.net(x) * (self.scale / self.cutoff)).cos() * self.scale
+
+
+def test_pythons_numbers_that_change(made):
+    """Numbers are open as sizes are: what depends on them is no size that tensors decide."""
+    net = Scaled()
+    fast = compiled(net, dynamic=True)
+    for scale in (2.0, 3.5, 0.25):
+        net.scale = scale
+        x = torch.randn(6, 4, requires_grad=True)
+        wanted = penalty(net, x, trained(net))
+        assert_same(penalty(fast, x, trained(net)), wanted)
+    assert len(made) == 1
+
+
 # ------------------------------------------------------------------------- random numbers
 
 

@@ -410,6 +410,14 @@ NAMES: dict[str, tuple[str, str]] = {
         "torch._inductor.lowering:register_lowering",
         "teaches Inductor the mark at what one sweep hands to another",
     ),
+    "lowerings": (
+        "torch._inductor.lowering:lowerings",
+        "what Inductor makes of the derivative of average pooling, where that is right",
+    ),
+    "fallback_handler": (
+        "torch._inductor.lowering:fallback_handler",
+        "PyTorch's own kernel for that derivative where what Inductor makes of it is wrong",
+    ),
     "select_decomp_table": (
         "torch._inductor.decomposition:select_decomp_table",
         "a region's derivatives are taken apart as Inductor would before they are cut in stages",

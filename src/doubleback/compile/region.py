@@ -455,11 +455,14 @@ def sizes_from(symbols: Sequence[Any], wanted: Sequence[Any]) -> Callable[..., S
 
 class StandIns(OpenSizes):
     """A region's inputs and draws without numbers, their open sizes as symbols of our own: what is
-    asked about these is checked at each call, for Dynamo's own guards are fixed by then."""
+    asked about these is checked at each call, for Dynamo's own guards are fixed by then.
+
+    floats: Python's numbers, by the places of the tensors that stand for them.
+    """
 
     def __init__(self, code: RegionCode, numbers: Sequence[Any]) -> None:
         super().__init__(numbers)
-        self._floats: dict[int, Any] = {}
+        self.floats: dict[int, Any] = {}
         self.inputs = self._inputs(code)
         with self.fakes:
             self.draws = [d.make(*s) for d, s in zip(code.draws, self._draws(code), strict=True)]
@@ -479,8 +482,7 @@ class StandIns(OpenSizes):
                         torch.empty_strided(shape, strides, dtype=t.dtype, device=t.device)
                     )
                 if i in code.floats:
-                    self._floats[i] = next(floats)
-                    given[-1].item_memo = self._floats[i]
+                    self.floats[i] = given[-1].item_memo = next(floats)
             elif isinstance(t, torch.SymInt):
                 expr = t.node.expr
                 given.append(int(expr) if expr.is_number else symbols[expr])
@@ -492,12 +494,6 @@ class StandIns(OpenSizes):
         own = self.numbers[: len(code.open)]
         numbers = iter(code.sizes([n for d in code.draws for n in d.sizes])(*own))
         return [[next(numbers) for _ in d.sizes] for d in code.draws]
-
-    def floats(self) -> dict[int, Tensor]:
-        """Inputs that stand for Python's numbers, which they remember anew."""
-        for i, number in self._floats.items():
-            self.inputs[i].item_memo = number
-        return {i: self.inputs[i] for i in self._floats}
 
 
 # ------------------------------------------------------------------------- what it is like

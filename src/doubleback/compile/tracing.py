@@ -272,10 +272,12 @@ class Stage:
         if self.inductor is None or not self.computes:
             clean(module)
             return boxed(module)
-        floats = {f"input_{i}": t for i, t in self.stand.floats().items()}
-        examples = [
-            floats.get(n.name, n.meta["val"]) for n in self.graph.nodes if n.op == "placeholder"
-        ]
+        floats = {f"input_{i}": number for i, number in self.stand.floats.items()}
+        given = [n for n in self.graph.nodes if n.op == "placeholder"]
+        examples = [n.meta["val"] for n in given]
+        for n, t in zip(given, examples, strict=True):
+            if n.name in floats:
+                t.item_memo = floats[n.name]
         context = _torch.TracingContext(self.stand.fakes)
         with torch.no_grad(), no_autocast(), _torch.tracing(context), sound():
             run = _torch.compile_fx(
@@ -412,6 +414,8 @@ class Stages:
         seen: dict[str, Any] = {}
 
         def run(*flat: Any) -> list[Any]:
+            for i, number in stand.floats.items():  # copies, which have forgotten it
+                flat[i].item_memo = number
             with _torch.FunctionalTensorMode():
                 wrapped = [_torch.to_fun(t) if isinstance(t, Tensor) else t for t in flat]
                 passes = self._passes(*_split(wrapped, counts))

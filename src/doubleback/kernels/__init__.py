@@ -35,7 +35,8 @@ from .pointwise import (
     cleared,
     constant_over_places,
     curvature,
-    fused_curvature,
+    fused_bend,
+    fused_onto,
     fused_softmax,
     plus_over_places,
     second,
@@ -54,6 +55,7 @@ from .products import (
 from .standardisation import (
     Groups,
     Point,
+    adds_onto,
     affine,
     backward_now,
     batch_norm_now,

@@ -390,14 +390,14 @@ class CrossEntropy(Loss):
         if self.ignored or out.dim() != 2 or 0 <= self.ignore < out.shape[1]:
             return None
         wide = lifted(out)
+        s = torch.softmax(wide, 1)
         try:
-            hot = torch.zeros_like(wide).scatter_(1, y.unsqueeze(1), -1.0)
+            v = s.scatter_add(1, y.unsqueeze(1), s.new_full((out.shape[0], 1), -1.0))
         except torch.OutOfMemoryError:
             raise
         except RuntimeError:  # labels beyond the classes: to be ignored, or wrong
             self.ignored = True
             return None
-        v = torch.softmax(wide, 1) + hot
         return v if wide is out else v.to(out.dtype)
 
     def hessian(self, out: Tensor, y: Tensor, h: Tensor) -> Tensor:
