@@ -27,7 +27,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
 GALLERY = ROOT / "examples" / "README.md"
 TABLE = re.compile(r"(?:^ *\|.*\n)+.*", re.MULTILINE)
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
+LINK = re.compile(r"\]\(([^)#:]*)(?:#([^)]*))?\)")
 MODULES = [
     module.name
     for module in pkgutil.walk_packages(doubleback.__path__, "doubleback.")
@@ -70,10 +70,23 @@ def test_docstrings_run(name):
     assert runner.failures == 0
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def anchors(page):
+    """What a link may name behind `#`: headings as the site names them, and ids."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    named = set(re.findall(r'(?:\bid="|\{#)([\w-]+)', text))
+    for heading in re.findall(r"^#+ (.*)$", text, re.M):
+        words = re.sub(r"\[(.*?)\]\(.*?\)", r"\1", heading).lower()
+        named.add(re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", words).strip()))
+    return named
+
+
+@pytest.mark.parametrize("page", [*PAGES, GALLERY], ids=lambda page: page.name)
 def test_links_within_the_repository_exist(page):
-    for target in LINK.findall(page.read_text(encoding="utf-8")):
-        assert (page.parent / target).exists(), f"{page.name} links to {target}"
+    for target, anchor in LINK.findall(page.read_text(encoding="utf-8")):
+        there = page.parent / target if target else page
+        assert there.exists(), f"{page.name} links to {target}"
+        if anchor and there.suffix == ".md":
+            assert anchor in anchors(there), f"{page.name} links to {target}#{anchor}"
 
 
 @pytest.mark.parametrize("page", [*PAGES, GALLERY], ids=lambda page: page.name)
