@@ -54,6 +54,23 @@ class Scaled(nn.Module):
         return self.out(self.scale * self.into(x) * self.gate(x))
 
 
+class Gated(nn.Module):
+    """Two products whose results are multiplied, with an activation before that or without."""
+
+    def __init__(self, act: nn.Module):
+        super().__init__()
+        self.gate, self.into, self.out = nn.Linear(6, 8), nn.Linear(6, 8), nn.Linear(8, 5)
+        self.act = act
+
+    def forward(self, x):
+        return self.out(self.act(self.gate(x)) * self.into(x))
+
+
+class Summed(Gated):
+    def forward(self, x):
+        return self.out(self.act(self.gate(x) + self.into(x)))
+
+
 class ChannelsFirst(nn.Module):
     """A permutation between the convolution and its norm."""
 
@@ -119,6 +136,9 @@ CASES = {  # the network, its input, and the nodes whose ξ is held
     "two readers": (Twice, (4, 6), ["linear", "tanh", "linear"]),
     "one reader, twice": (Square, (4, 6), ["linear", "mul", "linear"]),
     "a scale and a gate": (Scaled, (4, 6), ["linear", "mul", "linear"]),
+    "a gate": (lambda: Gated(nn.SiLU()), (4, 6), ["mul", "linear"]),
+    "a product of two products": (lambda: Gated(nn.Identity()), (4, 6), ["mul", "linear"]),
+    "a sum of two products": (lambda: Summed(nn.Tanh()), (4, 6), ["tanh", "linear"]),
     "softmax": (
         Attention, (4, 3, 4), ["linear", "linear", "softmax", "linear", "matmul", "linear"],
     ),
@@ -292,6 +312,9 @@ WAITS = {  # the network, its input, the nodes that wait, and a backward that th
     "a permutation between": (ChannelsFirst, IMAGES, 1, None),
     "two readers": (Twice, (4, 6), 0, None),
     "a scale and a gate": (Scaled, (4, 6), 0, None),
+    "a gate": (lambda: Gated(nn.SiLU()), (4, 6), 2, None),
+    "a product of two products": (lambda: Gated(nn.Identity()), (4, 6), 2, None),
+    "a sum of two products": (lambda: Summed(nn.Tanh()), (4, 6), 2, None),
 }  # fmt: skip
 
 

@@ -66,13 +66,13 @@ class Used:
     largest: int = 0
 
     def and_also(self, seen: Set[str], leaves: Sequence[Any]) -> Used:
-        largest = max(self.largest, _entries(leaves))
+        largest = max(self.largest, _entries_of(leaves))
         return Used(self.looks + 1, self.names | seen, largest)
 
     def way(self, leaves: Sequence[Any]) -> frozenset[str]:
         """What of the patch is switched on for a call: all attention being small in calls that were
         no smaller than half of this one, it goes to PyTorch's unfused kernel."""
-        return self._ways[_entries(leaves) <= 2 * self.largest]
+        return self._ways[_entries_of(leaves) <= 2 * self.largest]
 
     @cached_property
     def _ways(self) -> tuple[frozenset[str], frozenset[str]]:
@@ -81,7 +81,7 @@ class Used:
         return names, names | unfused
 
 
-def _entries(leaves: Sequence[Any]) -> int:
+def _entries_of(leaves: Sequence[Any]) -> int:
     return sum([t.numel() for t in leaves if isinstance(t, Tensor)])
 
 

@@ -154,12 +154,12 @@ class _TangentSweep:
                 self._wait(step, moved)
             else:
                 self._bend(step, moved, waiting)
-        self.held.pop(index, None)
         for earlier, parts in waiting:
             self._source(earlier, parts)
             self.held.pop(earlier.node.index, None)
-        if waiting:
-            self.held.pop(self.plan.waits[waiting[0].step.node.index], None)
+        for earlier, _ in waiting:
+            self.held.pop(self.plan.waits[earlier.node.index], None)
+        self.held.pop(index, None)
 
     def _wait(self, step: Step, moved: tuple[Tensor | None, ...]) -> None:
         """Its tangent now, its source later."""
@@ -189,9 +189,14 @@ class _TangentSweep:
         xi = _cotangent(plan, self.state, self.held, step, self.seeds) if step.curves else None
         call = call_of(plan, step, self.state)
         if waiting and xi is not None:
-            result = _guard("tangent", step, rule.all_three, call, xi, moved, step.bend, step.push)
+            links = {plan.waits[earlier.step.node.index] for earlier in waiting}
+            slots = {plan.renewals[link].slot for link in links}
+            asked = tuple(slot in slots for slot in range(len(moved)))
+            given = (call, xi, moved, step.bend, step.push, asked)
+            result = _guard("tangent", step, rule.all_three, *given)
             out, bent, pulled = result
-            self._hand(plan.waits[waiting[0].step.node.index], pulled)
+            for link in links:
+                self._hand(link, pulled)
         else:
             result = out, bent = _both("tangent", step, call, xi, moved, step.push, self.seeds)
         if self.watch is not None:

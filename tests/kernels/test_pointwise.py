@@ -12,7 +12,7 @@ from torch import Tensor
 
 from doubleback.errors import InputError
 from doubleback.kernels import pointwise, second
-from doubleback.kernels.pointwise import launch_bend, launch_onto, supports
+from doubleback.kernels.pointwise import launch_bend, launch_gate, launch_onto, supports
 from support.gpu import CUDA, DEVICE, TRITON, needs_triton
 
 pytestmark = [  # raised inside Triton's interpreter
@@ -234,6 +234,40 @@ def test_plain_operations(case):
 
 def test_every_function_is_tested():
     assert {case.name for case in CASES} == set(pointwise.TABLE)
+
+
+@needs_triton
+@pytest.mark.parametrize("moves", ["both", "a", "b"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_a_product_of_two(dtype, moves):
+    """Everything at once and each by itself, from no more than it reads; unlike layouts."""
+    if dtype == torch.bfloat16 and not CUDA:
+        pytest.skip("the interpreter truncates 16-bit numbers")
+    torch.manual_seed(0)
+    a, b, qa, qb, xi = (torch.randn(3, 4, 5, 37).to(DEVICE, dtype) for _ in range(5))
+    qa, qb = (qa if moves != "b" else None), (qb if moves != "a" else None)
+    b = b.contiguous(memory_format=torch.channels_last)
+    wide = [None if t is None else t.double() for t in (a, b, qa, qb, xi)]
+    parts = [
+        p * q
+        for p, q in ((wide[2], wide[1]), (wide[0], wide[3]))
+        if p is not None and q is not None
+    ]
+    exact = [
+        sum(parts), None if qb is None else wide[4] * wide[3],
+        None if qa is None else wide[4] * wide[2], wide[4] * wide[1], wide[4] * wide[0],
+    ]  # fmt: skip
+    every = [e is not None for e in exact]
+    found = launch_gate((a, b, qa, qb, xi), every)
+    theirs = [e for e in exact if e is not None]
+    assert all(t.dtype == dtype for t in found)
+    assert max(map(error, found, theirs)) <= TOLERANCE[dtype]
+    reads = {0: (qb is not None, qa is not None, 1, 1, 0), 1: (0, 0, 0, 1, 1), 2: (0, 0, 1, 0, 1),
+             3: (0, 1, 0, 0, 1), 4: (1, 0, 0, 0, 1)}  # fmt: skip
+    for i in [i for i, there in enumerate(every) if there]:
+        given = [t if on else None for t, on in zip((a, b, qa, qb, xi), reads[i], strict=True)]
+        (one,) = launch_gate(given, [j == i for j in range(5)])
+        assert torch.equal(one, found[sum(every[:i])])
 
 
 def test_supports():

@@ -251,7 +251,7 @@ class _Sample:
             q = tuple(t if on else None for t, on in zip(self.q, live, strict=True))
             apart = self._once(call, live)
             with torch.no_grad():
-                found = rule.at_once(call, xi, q, live, True, True) if rule.at_once else None
+                found = rule.at_once(call, xi, q, live, True, live) if rule.at_once else None
                 if found is not None:
                     pushed, bent, pulled = found
                     own = self._parts(pulled, pushed, bent)

@@ -32,10 +32,12 @@ from .launch import (
     opaque,
 )
 from .pointwise import (
+    Gate,
     cleared,
     constant_over_places,
     curvature,
     fused_bend,
+    fused_gate,
     fused_onto,
     fused_softmax,
     plus_over_places,

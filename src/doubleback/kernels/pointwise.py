@@ -640,6 +640,119 @@ def _planned_over_places(left: Tensor, right: Tensor, op: Callable) -> tuple[boo
 _places_plans: dict[Any, tuple[bool, Launch] | None] = {}
 
 
+# A product of two, entry by entry -----------------------------------------------------------------
+
+
+@jit
+def _gate_kernel(
+    a_ptr, b_ptr, qa_ptr, qb_ptr, xi_ptr, t_ptr, sa_ptr, sb_ptr, xa_ptr, xb_ptr, n,
+    QA: tl.constexpr, QB: tl.constexpr, TANGENT: tl.constexpr, SA: tl.constexpr, SB: tl.constexpr,
+    XA: tl.constexpr, XB: tl.constexpr, ACC: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """t = qₐ⊙b + a⊙q_b, sources ξ⊙q_b and ξ⊙qₐ, cotangents ξ⊙b and ξ⊙a."""
+    at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    live = at < n
+    t = tl.zeros((SIZE,), ACC)
+    a, b, xi = t, t, t
+    if SA or SB or XA or XB:
+        xi = tl.load(xi_ptr + at, mask=live, other=0).to(ACC)
+    if (TANGENT and QA) or XA:
+        b = tl.load(b_ptr + at, mask=live, other=0).to(ACC)
+    if (TANGENT and QB) or XB:
+        a = tl.load(a_ptr + at, mask=live, other=0).to(ACC)
+    if QA:
+        qa = tl.load(qa_ptr + at, mask=live, other=0).to(ACC)
+        if TANGENT:
+            t += qa * b
+        if SB:
+            tl.store(sb_ptr + at, xi * qa, mask=live)
+    if QB:
+        qb = tl.load(qb_ptr + at, mask=live, other=0).to(ACC)
+        if TANGENT:
+            t += a * qb
+        if SA:
+            tl.store(sa_ptr + at, xi * qb, mask=live)
+    if TANGENT:
+        tl.store(t_ptr + at, t, mask=live)
+    if XA:
+        tl.store(xa_ptr + at, xi * b, mask=live)
+    if XB:
+        tl.store(xb_ptr + at, xi * a, mask=live)
+
+
+Gate = tuple[Tensor | None, ...]  # of (t, sₐ, s_b, ξₐ, ξ_b) or of (a, b, qₐ, q_b, ξ)
+
+
+def launch_gate(given: Sequence[Tensor | None], wanted: Sequence[bool]) -> list[Tensor]:
+    """Those of (t, sₐ, s_b, ξₐ, ξ_b) that are wanted, from (a, b, qₐ, q_b, ξ), by one kernel. What
+    no wanted result reads may be None."""
+    key = (*wanted, *map(look, given))
+    launch, copies, like = planned(_gate_plans, key, lambda: _planned_gate(given, wanted))
+    laid = given[like]
+    assert laid is not None
+    results = [torch.empty_like(laid) if want else None for want in wanted]
+    if copies is not None:
+        pairs = zip(given, copies, strict=True)
+        given = [torch.empty_like(laid).copy_(t) if copy else t for t, copy in pairs]  # type: ignore[arg-type]
+    if launch is not None:
+        launch(*given, *results)
+    return [t for t in results if t is not None]
+
+
+def _planned_gate(
+    given: Sequence[Tensor | None], wanted: Sequence[bool]
+) -> tuple[Launch | None, tuple[bool, ...] | None, int]:
+    """The launch, which tensors are first laid out like the results, and which is laid out so."""
+    like = next(i for i, t in enumerate(given) if t is not None)
+    laid = given[like]
+    assert laid is not None
+    out = torch.empty_like(laid)
+    copies = tuple([t is not None and not _same_layout(t, out) for t in given])
+    launch = None
+    if out.numel():
+        names = ("TANGENT", "SA", "SB", "XA", "XB")
+        launch = Launch(
+            _gate_kernel, (triton.cdiv(out.numel(), BLOCK),), (out.numel(),),
+            QA=given[2] is not None, QB=given[3] is not None,
+            **dict(zip(names, map(bool, wanted), strict=True)),
+            ACC=tl.float64 if accumulation(out.dtype) == torch.float64 else tl.float32, SIZE=BLOCK,
+        )  # fmt: skip
+    return launch, copies if any(copies) else None, like
+
+
+_gate_plans: dict[Any, Any] = {}
+
+
+launch.opaque(
+    "gate(Tensor? a, Tensor? b, Tensor? qa, Tensor? qb, Tensor? xi, bool[] wanted) -> Tensor[]",
+    lambda a, b, qa, qb, xi, wanted: launch_gate((a, b, qa, qb, xi), wanted),
+    lambda a, b, qa, qb, xi, wanted: [
+        torch.empty_like(next(t for t in (a, b, qa, qb, xi) if t is not None))
+        for want in wanted
+        if want
+    ],
+)
+
+
+def fused_gate(given: Sequence[Tensor | None], wanted: Sequence[bool]) -> Gate | None:
+    """The same in the form that the sweeps need now, None for what is not wanted; None as a whole
+    where they write the formulas out."""
+    tensors = [t for t in given if t is not None]
+    if launch.fusing() or launch.batched() or not launch.on_cuda(*tensors):
+        return None
+    first = tensors[0]
+    if any(t.shape != first.shape or t.dtype is not first.dtype for t in tensors):
+        return None
+    if first.dtype not in DTYPES or any(map(is_functorch_wrapped_tensor, tensors)):
+        return None
+    if not any(wanted) or not available():
+        return None
+    wanted = [bool(want) for want in wanted]
+    flat = launch.being_flattened()
+    found = iter(torch.ops.doubleback.gate(*given, wanted) if flat else launch_gate(given, wanted))
+    return tuple([next(found) if want else None for want in wanted])
+
+
 # Softmax along rows ------------------------------------------------------------------------------
 
 

@@ -90,29 +90,30 @@ def standardisation(
     def tangent(call: Call, q: Tensors) -> Any:
         if _moves_parameters(q):
             return _GENERIC.tangent(call, q)
-        return three(call, None, q, (False,) * len(q), True, False)[0]
+        nothing = (False,) * len(q)
+        return three(call, None, q, nothing, True, nothing)[0]
 
     def both(
         call: Call, xi: Any, q: Tensors, wanted: Sequence[bool], need: bool
     ) -> tuple[Any, Tensors]:
         if _moves_parameters(q):
             return _GENERIC.both(call, xi, q, wanted, need)
-        return three(call, xi, q, wanted, need, False)[:2]
+        return three(call, xi, q, wanted, need, (False,) * len(q))[:2]
 
     def at_once(
-        call: Call, xi: Any, q: Tensors, wanted: Sequence[bool], need: bool, pulled: bool
+        call: Call, xi: Any, q: Tensors, wanted: Sequence[bool], need: bool, pulled: Sequence[bool]
     ) -> tuple[Any, Tensors, Tensors] | None:
         return None if _moves_parameters(q) else three(call, xi, q, wanted, need, pulled)
 
     def three(
-        call: Call, xi: Any, q: Tensors, wanted: Sequence[bool], need: bool, pulled: bool
+        call: Call, xi: Any, q: Tensors, wanted: Sequence[bool], need: bool, pulled: Sequence[bool]
     ) -> tuple[Any, Tensors, Tensors]:
         slot = _affine(call, place)[0]
         mask = (wanted[0], slot is not None and wanted[slot])
         mean, rstd = call.saved
         at = (_x(call), mean, rstd, weight(call))
         t, s_x, s_w, dx = second_now(
-            groups(call), _main(call, xi), tangent_of(q), *at, mask, need, pulled
+            groups(call), _main(call, xi), tangent_of(q), *at, mask, need, pulled[0]
         )
         rest = (None,) * (len(call.inputs) - 1)
         return (_pack(call, t) if need else None), spread(call, s_x, s_w), (dx, *rest)

@@ -546,13 +546,13 @@ def coordinatewise(
         return (back(second(call, wide) * h * xi), *(None for _ in call.inputs[1:]))
 
     def at_once(
-        call: Call, xi: Any, q: Tensors, wanted: Sequence[bool], need: bool, pulled: bool
+        call: Call, xi: Any, q: Tensors, wanted: Sequence[bool], need: bool, pulled: Sequence[bool]
     ) -> tuple[Any, Tensors, Tensors] | None:
         assert kernel is not None
         if not wanted[0] or q[0] is None:
             return None
         name, parameters = kernel(call)
-        found = fused_bend(name, value(call), q[0], xi, parameters, need, pulled)
+        found = fused_bend(name, value(call), q[0], xi, parameters, need, pulled[0])
         if found is None:
             return None
         source, t, dx = found
