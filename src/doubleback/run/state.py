@@ -111,8 +111,8 @@ def _put(part: Any) -> Any:
 
 # Operators of functional programs that autograd has no formula for (of some at complex numbers
 # alone), as it has one; what writes in place have become, where it draws in another order than
-# they did; and views, since a kernel (channel_shuffle's) may lay its result out in other memory than
-# the trace saw.
+# they did; and views, since a kernel (channel_shuffle's) may lay its result out otherwise than the
+# trace saw.
 _AS_WRITTEN: dict[Any, Any] = {
     torch.ops.aten.copy.default: _copy,
     torch.ops.aten.slice_scatter.default: _put(torch.ops.aten.slice.Tensor),
