@@ -41,7 +41,6 @@ from ..graph import many, memory, saving_hooks_off
 from ..kernels import batched
 from ..patch import hold_patch, patched_where_known, unread_by
 from ..run import no_autocast, quiet, sound
-from .functions import is_linear
 from .loss import held_modules
 from .region import (
     Pieces,
@@ -50,6 +49,7 @@ from .region import (
     base_of,
     depends_on,
     fake_mode_of,
+    is_linear,
     look,
     lost_write,
     on_tape,

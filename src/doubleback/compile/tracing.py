@@ -32,7 +32,6 @@ from ..kernels import for_compiler
 from ..patch import patched_where_known
 from ..rules import drawn_in_place
 from ..run import boxed, clean, laid_out, no_autocast, sound
-from .functions import on_functions
 from .region import (
     Layout,
     RegionCode,
@@ -43,6 +42,7 @@ from .region import (
     is_random,
     look,
     nodes_of,
+    on_functions,
     sizes_from,
 )
 
