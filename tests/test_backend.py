@@ -964,6 +964,42 @@ def test_twenty_sizes(made):
     assert len(made) <= 3
 
 
+@pytest.mark.parametrize("way", ["backend", "compile", "WithGradient"])
+def test_batches_of_molecules(way, monkeypatch):
+    """Every batch of another size: two captures, and nothing grows."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    given = importlib.import_module("potentials")
+    net = given.SchNet(width=4, layers=1, waves=4)
+
+    def loss(net, batch):
+        pos = batch["pos"].detach().requires_grad_()
+        energy = net(pos, *(batch[name] for name in given.INPUTS[1:]))
+        (gradient,) = torch.autograd.grad(energy.sum(), pos, create_graph=True)
+        return given.loss_of(energy, gradient, batch)
+
+    def by_model(batch):
+        energy, gradient = model(*(batch[name] for name in given.INPUTS))
+        return given.loss_of(energy, gradient, batch)
+
+    fast = compiled(net)
+    model = db.WithGradient(net, wrt="pos", strict=True)
+    whole = db.compile(functools.partial(loss, net), compiler="eager", strict=True)
+    ways = {"backend": functools.partial(loss, fast), "compile": whole, "WithGradient": by_model}
+    torch._dynamo.utils.counters.clear()
+    objects = []
+    for i in range(9):
+        batch = given.make_batch(2 + i % 2, i, "cpu", torch.float64)
+        wanted = torch.autograd.grad(loss(net, batch), trained(net))
+        net.zero_grad(set_to_none=True)
+        ways[way](batch).backward()
+        assert_same([p.grad for p in trained(net)], wanted)
+        if i in (4, 8):
+            gc.collect()
+            objects.append(len(gc.get_objects()))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
+    assert objects[1] - objects[0] < 50
+
+
 def test_a_question_about_sizes_is_asked_again_at_each_call(made):
     """What a derivative alone asks is not among Dynamo's guards."""
 
