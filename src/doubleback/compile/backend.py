@@ -569,6 +569,7 @@ class RegionCall:
     ) -> None:
         self.region, self.stages, self.numbers = region, stages, numbers
         self.held = Held(inputs)
+        self.kept = Kept({}, (), ())
         self.viewed: list[int] = []  # inputs of which views are kept
         self.outputs: list[Any] = []  # sizes, dtype and device of those on the tape
         self.gradients: list[Any] = [_kind(inputs[i]) for i in stages.wanted]
