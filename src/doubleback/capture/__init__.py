@@ -3,6 +3,7 @@
 from .arguments import (
     Arguments,
     accept_plain_keys,
+    check_choice,
     choose_output,
     is_distributed,
     is_sharded,

@@ -53,6 +53,8 @@ def _call(net: nn.Module, output: Any, args: tuple, kwargs: dict[str, Any]) -> A
     try:
         chosen = tensors_in(result, output)
     except NO_SUCH:
+        chosen = [None]
+    if output is not None and not isinstance(chosen[0], torch.Tensor):
         names = names_in(result, output)
         return [torch.ops.doubleback.missing(t, names) for t in tensors_in(result, None)], result
     return [torch.ops.doubleback.mark(t) for t in chosen], result

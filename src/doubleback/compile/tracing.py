@@ -287,12 +287,15 @@ class Stage:
             )
         return laid_out(self.graph, examples, run)  # type: ignore[arg-type]
 
-    def __call__(self, values: dict[str, Any]) -> list[Any]:
+    def __call__(self, values: dict[str, Any], free: bool = False) -> list[Any]:
+        """free: what the pass reads is taken out of `values`, and freed at its last use."""
+        given = {name: values[name] for name in self.given}
+        take = values.pop if free else values.__getitem__
         with torch.no_grad(), no_autocast():
-            computed = self.run([values[name] for name in self.reads])
+            computed = self.run([take(name) for name in self.reads])
             values.update(zip(self.computes, computed, strict=True))
-            own = {name: values[name].clone() for name in self.given}
-        return [None if n is None else own.get(n, values[n]) for n in self.results]
+            own = {name: t.clone() for name, t in given.items()}
+        return [None if n is None else own[n] if n in own else values[n] for n in self.results]
 
 
 class Stages:
@@ -311,9 +314,16 @@ class Stages:
         self.written, self.wanted, self.moving = tuple(written), tuple(wanted), moving
         self.stand = stand = StandIns(code, numbers)
         self.trained = [i for i, on in enumerate(code.required) if on]
+        try:
+            self._make()
+        finally:
+            stand.forget_callers()
+
+    def _make(self) -> None:
+        stand = self.stand
         self._behind: list[list[frozenset[int] | None]]
         with stand.fakes, stand.env.ignore_fresh_unbacked_symbols():
-            self.layout: Layout = look(code, stand.inputs, stand.draws)
+            self.layout: Layout = look(self.code, stand.inputs, stand.draws)
             with torch.enable_grad():
                 self.outputs = self._examples()
         self.on_tape = [i for i, on in enumerate(self.layout.on_tape) if on]
