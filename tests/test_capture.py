@@ -18,7 +18,7 @@ from torch import nn
 
 import doubleback as db
 from doubleback import _torch
-from doubleback.capture import dynamo, find_graph, lifting
+from doubleback.capture import dynamo, find_graph, guards, lifting
 
 # ------------------------------------------------------------------------------ captured anew
 
@@ -1124,8 +1124,30 @@ def test_what_others_compile_is_read_as_before(program, monkeypatch):
         )(torch.ones(2))
         return [[n.target for n in module.graph.nodes] for module in graphs]
 
-    dynamo.teach()
+    guards.teach()
     taught = compile()
-    monkeypatch.setattr(dynamo, "_is_ours", lambda: False)
+    monkeypatch.setattr(guards, "_is_ours", lambda: False)
     assert compile() == taught
     assert taught or _torch.before(2, 13)  # which has no graph of some
+
+
+def test_an_error_leaves_transforms_of_every_kind():
+    functorch = torch._C._functorch
+
+    def fails(x):
+        with dynamo.leaving_transforms():
+            functorch._jvp_increment_nesting()
+            functorch._grad_increment_nesting()
+            functorch._vmap_increment_nesting(2, "error")
+            functorch._func_increment_nesting(False)
+            raise KeyError("inside")
+
+    def outer(x):
+        before = _torch.transforms_entered()
+        with pytest.raises(KeyError):
+            fails(x)
+        assert _torch.transforms_entered() == before > 0
+        return x.sin()
+
+    x = torch.randn(3, 2)
+    torch.testing.assert_close(torch.func.vmap(outer)(x), x.sin())

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import doubleback as db
 from doubleback.patch.mechanism import Patcher
@@ -614,6 +615,40 @@ def test_what_is_not_captured_keeps_the_derivatives_that_it_uses(monkeypatch):
         for a, b in zip(gradients(net, model(x, y)), first, strict=True):
             torch.testing.assert_close(a, b)
     assert entered == [None] * 3  # after which attention's alone is switched on
+
+
+def test_small_attention_of_what_is_not_captured_is_not_fused():
+    """PyTorch's unfused kernel takes less of the host's time; what is larger than what was looked
+    at stays with the fused one."""
+    torch.manual_seed(0)
+    net = Branch(Heads(), 3).double()
+    model, other = db.Penalised(net, db.LossGradient("cross_entropy")), db.WithGradient(net)
+
+    def is_fused(rows: int) -> list[bool]:
+        x, y = torch.randn(rows, 4, 8).double(), labels((rows,))
+        with sdpa_kernel(SDPBackend.MATH):
+            leaf = x.clone().requires_grad_()
+            out = net(leaf)
+            slope = torch.autograd.grad(out.sum(), leaf, create_graph=True)[0]
+            expected = gradients(net, penalised(net, x, y)), gradients(net, (out, slope))
+        told = []
+        for call, theirs in zip((lambda: model(x, y), lambda: other(x)), expected, strict=True):
+            with torch.profiler.profile() as events:
+                results = call()
+            told.append(any("flash_attention_for_cpu" in e.name for e in events.events()))
+            for a, b in zip(gradients(net, results), theirs, strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
+        return told
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(3):
+            assert is_fused(5) == [True, True]
+        for _ in range(2):
+            assert is_fused(5) == is_fused(6) == [False, False]
+            assert is_fused(60) == [True, True]
+    cuda = torch.backends.cuda
+    assert cuda.flash_sdp_enabled() and cuda.math_sdp_enabled()
 
 
 class Later(Branch):

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -35,7 +36,7 @@ from .capture import (
 from .counting import counting
 from .errors import CaptureError, InputError, RuleError, refuse_unused, warn
 from .graph import Graph, Meta, Node, Ref
-from .patch import LASTING, patched, patched_as, supported, watched
+from .patch import LASTING, SMALL_ATTENTION, patched, patched_as, supported, watched
 from .plan import Plan, make_plan
 from .rules import Structure, find_rule
 from .run import (
@@ -54,6 +55,35 @@ from .run import (
     run_prelude,
     write_state,
 )
+
+
+@dataclass(frozen=True)
+class Used:
+    """What a network on a CPU used of the patch in so many calls (looks), of at most so many
+    entries (largest)."""
+
+    looks: int = 0
+    names: frozenset[str] = frozenset()
+    largest: int = 0
+
+    def and_also(self, seen: Set[str], leaves: Sequence[Any]) -> Used:
+        largest = max(self.largest, _entries_of(leaves))
+        return Used(self.looks + 1, self.names | seen, largest)
+
+    def way(self, leaves: Sequence[Any]) -> frozenset[str]:
+        """What of the patch is switched on for a call: all attention being small in calls that were
+        no smaller than half of this one, it goes to PyTorch's unfused kernel."""
+        return self._ways[_entries_of(leaves) <= 2 * self.largest]
+
+    @cached_property
+    def _ways(self) -> tuple[frozenset[str], frozenset[str]]:
+        names = (self.names | LASTING) - {SMALL_ATTENTION}
+        unfused = {SMALL_ATTENTION} & self.names if "attention" not in self.names else set()
+        return names, names | unfused
+
+
+def _entries_of(leaves: Sequence[Any]) -> int:
+    return sum([t.numel() for t in leaves if isinstance(t, Tensor)])
 
 
 @dataclass(frozen=True)
@@ -98,9 +128,9 @@ def derivatives(way: Way) -> AbstractContextManager:
     if way == "bare":
         return nullcontext()
     if way == "math":
-        return _Unfused()
+        return _Unfused(nullcontext())
     if isinstance(way, frozenset):
-        return patched_as(way)
+        return _Unfused(patched_as(way)) if SMALL_ATTENTION in way else patched_as(way)
     if way == "patched" and supported(torch.__version__):
         return patched()
     return sdpa_kernel(SDPBackend.MATH)
@@ -108,29 +138,37 @@ def derivatives(way: Way) -> AbstractContextManager:
 
 class _Unfused:
     """`sdpa_kernel(SDPBackend.MATH)` on a CPU, which has one fused kernel, in less of the host's
-    time."""
+    time; around another block."""
+
+    def __init__(self, inner: AbstractContextManager) -> None:
+        self.inner = inner
 
     def __enter__(self) -> None:
         cuda = torch.backends.cuda
         self.before = cuda.flash_sdp_enabled(), cuda.math_sdp_enabled()
         try:
             self._set(False, True)
+            self.inner.__enter__()
         except BaseException:  # Ctrl-C
             self._set(*self.before)
             raise
 
-    def __exit__(self, *raised: object) -> None:
+    def __exit__(self, *raised: Any) -> None:
         try:
-            self._set(*self.before)
-        except BaseException:
-            self._set(*self.before)
-            raise
+            self.inner.__exit__(*raised)
+        finally:
+            try:
+                self._set(*self.before)
+            except BaseException:
+                self._set(*self.before)
+                raise
 
     def _set(self, flash: bool, unfused: bool) -> None:
         torch.backends.cuda.enable_flash_sdp(flash)
         torch.backends.cuda.enable_math_sdp(unfused)
 
 
+UNASKED = 16  # calls on autograd, until it is asked again whether the network is still refused
 LOOKS = 3  # calls on autograd after which it is known what of the patch the network uses
 
 
@@ -213,7 +251,8 @@ class CapturedModule(nn.Module):
         self._programs: dict[Any, Any] = {}
         self._choices: dict[Any, Choice] = {}
         self._short: dict[Any, Way] = {}  # shapes of calls that go to autograd at once
-        self._used: dict[Any, tuple[int, frozenset[str]]] = {}  # of the patch, after so many calls
+        self._used: dict[Any, Used] = {}  # of the patch
+        self._unasked: list[int] = []  # for how many calls more, where it is known
         self._fits: Any = None  # output and penalty of the last call on autograd that went well
         self._warned = False
         self._refusal: CaptureError | None = None
@@ -271,7 +310,8 @@ class CapturedModule(nn.Module):
         way, result = self._through(run, call)
         if way is None:
             return result, told
-        result, derived = self._on_autograd(partial(self.by_autograd, call.for_autograd()), way)
+        on_autograd = partial(self.by_autograd, call.for_autograd())
+        result, derived = self._on_autograd(on_autograd, way, call)
         self._shorten(args, kwargs, way)
         return result, [first_order(t) for t in derived]
 
@@ -393,8 +433,9 @@ class CapturedModule(nn.Module):
 
     def _shorten(self, args: tuple, kwargs: Mapping[str, Any], way: Way) -> None:
         if way == "patched":
-            looks, used = self._used.get(self._setting(), (0, LASTING))
-            way = used if looks == LOOKS else way
+            used = self._used.get(self._setting())
+            own = args[: len(args) - self._extras]
+            way = used.way(own) if used is not None and used.looks == LOOKS else way
         plain = not kwargs and self.wrt == 0 and self.output is None
         quick = way in ("bare", "math") or isinstance(way, frozenset)
         if not (quick and plain and all(type(t) is Tensor for t in args)):
@@ -404,27 +445,42 @@ class CapturedModule(nn.Module):
 
     def _shape_of(self, args: tuple) -> tuple:
         """What `_size` says of a call, from arguments that are not taken apart."""
-        net: Any = self._modules["net"]
-        key = [net.training]
+        key: list[Any] = [self._modules["net"].training]  # type: ignore[union-attr]
         for t in args:
-            key += [t.dtype, t.is_cpu, *[n.bit_length() for n in t.shape]]
+            key += t.dtype, t.is_cpu, *[n.bit_length() for n in t.shape]
         return tuple(key)
 
     def _short_way(self, args: tuple, kwargs: Mapping[str, Any]) -> Way | None:
         if kwargs or not torch.is_grad_enabled():
             return None
+        key: list[Any] = [self._modules["net"].training]  # type: ignore[union-attr]
         for t in args:
             if type(t) is not Tensor or t.is_inference():
                 return None
-        way = self._short.get(self._shape_of(args))
-        unsure = way is None or counting() or hooked() or peek_interpreter_stack() is not None
-        if unsure or not self._shortens() or self._written() is None:
+            key += t.dtype, t.is_cpu, t.shape
+        exact = tuple(key)  # which is quicker to make than the sizes that count as one
+        way = self._short.get(exact)
+        if way is None:
+            way = self._short.get(self._shape_of(args))
+            if way is None:
+                return None
+            remember(self._short, exact, way)
+        if counting() or hooked() or peek_interpreter_stack() is not None or not self._shortens():
             return None
-        if isinstance(way, frozenset):
-            resting = self._rests() or capture_of(self.net, self.output).resting
-            for_good = resting and not self.strict
-            return way if for_good or self.sweeps is False else None
-        return way if self._free_to_choose() else None
+        fits = self._refused() if isinstance(way, frozenset) else self._free_to_choose()
+        return way if fits and self._written() is not None else None
+
+    def _refused(self) -> bool:
+        """Whether a call goes to autograd since it cannot be captured, or is not to be."""
+        if self.sweeps is False:
+            return True
+        if self.strict:
+            return False
+        left = self._unasked.pop() if self._unasked else 0
+        if left or self._rests() or capture_of(self.net, self.output).resting:
+            self._unasked.append(left - 1 if left else UNASKED)
+            return True
+        return False
 
     def _written(self) -> Any:
         """What calls the network as it was written, if the whole was compiled; None where hooks of
@@ -447,7 +503,7 @@ class CapturedModule(nn.Module):
             return "sweeps: asked for" if self.sweeps else "sweeps"
         return str(choose(site.graph, self._pulls(site)))
 
-    def _on_autograd(self, run: Callable[[Way], Any], way: Way) -> Any:
+    def _on_autograd(self, run: Callable[[Way], Any], way: Way, call: Arguments) -> Any:
         """The network's call on autograd. Where it could not be captured it is said once why, after
         it succeeded. Whether output and penalty fit the network's result is found out when it has
         run: until a call has gone well, buffers are put back where they do not."""
@@ -458,7 +514,7 @@ class CapturedModule(nn.Module):
         gradients = torch.is_grad_enabled()
         try:
             with trackers_off(), torch.inference_mode(False), torch.set_grad_enabled(gradients):
-                result = self._with_patch(run) if way == "patched" else run(way)
+                result = self._with_patch(run, call) if way == "patched" else run(way)
         except Exception as error:  # the network's own error: it was not the capture's fault
             self._refusal, self._again = None, 0.0
             capture_of(self.net, self.output).refusal = None
@@ -473,19 +529,21 @@ class CapturedModule(nn.Module):
             warn(f"{self._refusal}\n  Until then it runs on autograd.")
         return result
 
-    def _with_patch(self, run: Callable[[Way], Any]) -> Any:
+    def _with_patch(self, run: Callable[[Way], Any], call: Arguments) -> Any:
         """To have all of the patch at every call takes as long as many a step: after a few calls,
-        of what is faster than PyTorch's own only that is registered which they used. On a CPU
-        alone: elsewhere PyTorch's may be wrong where ours is not used, and the host has time."""
+        of what is faster than PyTorch's own only that is registered which they used; and attention
+        of which all was small goes to PyTorch's unfused kernel, whose derivatives take less of the
+        host's time. On a CPU alone: elsewhere PyTorch's may be wrong where ours is not used, and
+        the host has time."""
         setting = self._setting()
         if not setting[0] or not supported(torch.__version__):
             return run("patched")
-        looks, used = self._used.get(setting, (0, LASTING))
-        if looks == LOOKS:
-            return run(used)
+        used = self._used.get(setting, Used())
+        if used.looks == LOOKS:
+            return run(used.way(call.leaves))
         with watched() as seen:
             result = run("patched")
-        self._used[setting] = looks + 1, used | seen
+        self._used[setting] = used.and_also(seen, call.leaves)
         return result
 
     def _setting(self) -> tuple:
@@ -715,15 +773,24 @@ def separate(t: Tensor) -> Tensor:
     return t.view_as(t) if t.layout is torch.strided else t.clone()
 
 
-def first_order(t: Tensor) -> Tensor:
-    """The same, whose gradients raise where they are differentiated again, as those of the sweeps
-    do: no call's result depends on which way it took, and PyTorch's third derivatives of layer and
+def first_order(t: Tensor, by: float = 1.0) -> Tensor:
+    """t·by, whose gradients raise where they are differentiated again, as those of the sweeps do:
+    no call's result depends on which way it took, and PyTorch's third derivatives of layer and
     batch norm are wrong."""
     if not t.requires_grad:
-        return t
-    told = separate(t)
-    told.register_hook(partial(refuse_third, t))
+        return t if by == 1.0 else t * by
+    told = separate(t) if by == 1.0 else t * by  # another tensor: the hook holds t itself
+    hook = partial(refuse_third, t)
+    if type(told) is Tensor and told._backward_hooks is None:
+        # `register_hook`, without the handle to remove it by, which takes as long as a kernel
+        told._backward_hooks = OrderedDict(((_OURS, hook),))
+        told.grad_fn._register_hook_dict(told)  # type: ignore[union-attr]
+    else:
+        told.register_hook(hook)
     return told
+
+
+_OURS = -1  # PyTorch's own numbers of hooks are none below 0
 
 
 def _sized_by(graph: Graph, penalised: Sequence[int]) -> Node | None:

@@ -254,8 +254,8 @@ class Penalised(CapturedModule):
 
     def _whole(self, args: tuple, kwargs: Mapping[str, Any]) -> tuple[Any, Tensor]:
         if self._short and (short := self._short_way(args, kwargs)) is not None:
-            result, _, _, penalty = self._shortly(args, short, False)
-            return result, first_order(penalty)
+            result, _, _, value, by = self._shortly(args, short, False)
+            return result, first_order(value, by)
         result, (penalty,) = self._with_derivative(args, kwargs)
         return result, penalty
 
@@ -266,9 +266,9 @@ class Penalised(CapturedModule):
 
     def _shortly(
         self, args: tuple, way: Way, shared: bool
-    ) -> tuple[Any, Tensor, Tensor | None, Tensor]:
+    ) -> tuple[Any, Tensor, Tensor | None, Tensor, float]:
         """(what net returns, its output, the sum of the losses that v is the gradient of if it is
-        `shared`, the penalty)."""
+        `shared`, the penalty as a tensor and the number to multiply it by)."""
         penalty, net = self.penalty, self._written()
         split = len(args) - penalty.extras
         x, extra, out = args[0], args[split:], None
@@ -379,7 +379,7 @@ class Penalised(CapturedModule):
         way, result = self._through(run, call)
         if way is not None:
             given = call.for_autograd(), own_loss, usable(target), weight
-            return self._on_autograd(partial(accumulate_on_autograd, self, *given), way)
+            return self._on_autograd(partial(accumulate_on_autograd, self, *given), way, call)
         # what lies before the sweeps receives its gradient under no_grad and inference_mode too
         with torch.inference_mode(False), no_autocast():
             deliver(pairs, lent=lent[0])
@@ -394,7 +394,8 @@ class Penalised(CapturedModule):
         if loss is not None:
             _refuse_moving(target)
         shares = self.penalty.shares(loss)
-        result, out, summed, penalty = self._shortly(args, way, shares)
+        result, out, summed, value, by = self._shortly(args, way, shares)
+        penalty = value if by == 1.0 else value * by
         if loss is None:
             value = torch.zeros((), device=out.device)
         elif shares and summed is not None:
@@ -578,7 +579,8 @@ def autograd_penalty(
         result = run(leaves)
         out = choose(result)
         if quick:
-            value = quick_penalty(out, leaves, penalty, extra, graph, unused)[1]
+            _, value, by = quick_penalty(out, leaves, penalty, extra, graph, unused)
+            value = value if by == 1.0 else value * by
         else:
             value = penalty.reduce(_values(out, leaves, penalty, extra, graph, unused, seeds))
     if not graph:
@@ -592,18 +594,19 @@ Unused = Callable[[Tensor], None] | None
 def quick_penalty(
     out: Tensor, leaves: Sequence[Tensor], penalty: Penalty, extra: Sequence[Any], graph: bool,
     unused: Unused, shared: bool = False,
-) -> tuple[Tensor | None, Tensor]:  # fmt: skip
-    """(the sum that v is the gradient of, if `shared` with a loss or quicker; the penalty)."""
+) -> tuple[Tensor | None, Tensor, float]:  # fmt: skip
+    """(the sum that v is the gradient of, if `shared` with a loss or quicker; the penalty as a
+    tensor and the number to multiply it by)."""
     v = summed = None
     if out.requires_grad:
         v = None if shared else penalty.quick_seed(out, leaves, *extra)
         summed = penalty.quick_total(out, *extra) if v is None else None
     if v is None and summed is None:
         seeds = penalty.oracle_seeds
-        return None, penalty.reduce(_values(out, leaves, penalty, extra, graph, unused, seeds))
+        return None, penalty.reduce(_values(out, leaves, penalty, extra, graph, unused, seeds)), 1.0
     end = out if summed is None else summed
     xi = quick_pulled(end, leaves, v, graph, unused)
-    return summed, penalty.at(out, *extra).quick_value(xi, *extra)
+    return summed, *penalty.at(out, *extra).quick_value(xi, *extra)
 
 
 def quick_pulled(

@@ -18,11 +18,12 @@ from typing import Any
 import torch
 
 from .faster import ACTIVATION, CONVOLUTION, NORMALISATION
-from .mechanism import Patcher, PatchReport, supported
+from .mechanism import Patcher, PatchReport, in_steps, supported
 from .missing import ATTENTION, OTHERS, POOLING, RECURRENT
 
 __all__ = [
     "LASTING",
+    "SMALL_ATTENTION",
     "PatchReport",
     "hold_patch",
     "patch",
@@ -92,6 +93,10 @@ def unread_by(disable: Callable) -> None:
 LASTING = _patcher.lasting
 """Families that cost nothing between the blocks that want them: second derivatives which PyTorch
 lacks altogether, so that a network which comes to need one in its thousandth step has it."""
+
+
+SMALL_ATTENTION = in_steps("attention")
+"""What `watched` sees of attention that is quicker on a CPU by PyTorch's unfused kernel."""
 
 
 def patched_as(seen: frozenset[str]) -> AbstractContextManager[None]:

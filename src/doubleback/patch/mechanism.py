@@ -26,7 +26,7 @@ import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -154,10 +154,10 @@ class Switch:
         self.clean = clean
         self.watches: list[set[str]] = []
 
-    def note(self, formula: Formula) -> None:
-        """To be called where a formula takes the place of PyTorch's own."""
+    def note(self, formula: Formula, *instead: str) -> None:
+        """To be called where a formula takes the place of PyTorch's own; instead: of its names."""
         for seen in self.watches:
-            seen.update(formula.names)
+            seen.update(instead or formula.names)
 
     def is_off(self, family: str) -> bool:
         if family in self.on:
@@ -169,6 +169,11 @@ class Switch:
             except RuntimeError:  # called outside of any
                 self.passed = 0
         return True
+
+
+def in_steps(family: str) -> str:
+    """What a watch is told where operators of a family were taken by their `steps`."""
+    return f"{family} in steps"
 
 
 def plain(*tensors: Any) -> bool:
@@ -327,17 +332,19 @@ def derivative_kernel(formula: Formula, stock: Any, switch: Switch) -> Callable:
             return call_stock(keyset, *args, **kwargs)
         if not accepts(arguments):
             return call_stock(keyset, *args, **kwargs)
+        single = peek_interpreter_stack() is None
+        if steps is not None and SMALL_ON_STOCK and single and not dual and args[0].is_cpu:
+            written = steps(arguments)
+            if written is not None:
+                switch.note(formula, in_steps(family))
+                return written
         if dual or formula.gains is None or not args[0].is_cpu or formula.gains(*args):
             switch.note(formula)
         if dual:
             return formula.composite(arguments)  # type: ignore[misc]
         for i in site.derived:
             tensors[i] = tensors[i].detach()
-        if peek_interpreter_stack() is None:
-            if steps is not None and SMALL_ON_STOCK and args[0].is_cpu:
-                written = steps(arguments)
-                if written is not None:
-                    return written
+        if single:
             return apply(site, keyset, arguments, args, kwargs, *tensors)
         with enable_single_level_autograd_function():
             return apply(site, keyset, arguments, args, kwargs, *tensors)
@@ -411,6 +418,8 @@ class Patcher:
         self.passes = 0  # with create_graph=True
         self.hooks: list[tuple[Any, str, Any, Any]] = []
         self.switch = Switch(self.clean)
+        self.settled = 0  # how often what is registered, or rests, may have changed
+        self.known: dict[frozenset[str], int] = {}  # what was all there, and when
 
     # ------------------------------------------------------------------------ who wants what
 
@@ -458,36 +467,43 @@ class Patcher:
                 self.leave(block)
                 raise
 
-    @contextmanager
-    def patched_as(self, seen: frozenset[str]) -> Iterator[None]:
+    def patched_as(self, seen: frozenset[str]) -> AbstractContextManager[None]:
         """`patched` for what a watch has seen: quick where all of it is registered already and is
         but switched on and off."""
         version_check(torch.__version__)
-        block = object()
-        try:
-            with self.lock:
-                self.blocks[block] = seen
-                self.rest()
-                places = self.places(seen)
-                if places <= self.libraries.keys() or all(
-                    [place in self.libraries or self.rests(*place) for place in places]
-                ):
-                    self.switch.on.update(seen)
-                    self.switch.passed = 0
-                else:
-                    self.arm("create_graph")
-            yield
-        finally:
-            try:
-                with self.lock:
-                    if not self.hooks:  # nothing was registered for the block
-                        self.blocks.pop(block, None)
-                        self.switch.on.intersection_update(self.wanted())
-                    else:
-                        self.leave(block)
-            except BaseException:
+        return _Switched(self, seen)
+
+    def enter(self, block: object, seen: frozenset[str]) -> None:
+        with self.lock:
+            self.blocks[block] = seen
+            self.rest()
+            if self.there(seen):
+                self.switch.on.update(seen)
+                self.switch.passed = 0
+            else:
+                self.arm("create_graph")
+
+    def exit(self, block: object) -> None:
+        with self.lock:
+            if self.hooks:
                 self.leave(block)
-                raise
+                return
+            self.blocks.pop(block, None)  # nothing was registered for the block
+            if self.blocks or self.permanent:
+                self.switch.on.intersection_update(self.wanted())
+            else:
+                self.switch.on.clear()
+
+    def there(self, seen: frozenset[str]) -> bool:
+        """Whether all of it is registered, or rests; looked up once for what is registered now."""
+        if self.known.get(seen) != self.settled:
+            places = self.places(seen)
+            if not all([place in self.libraries or self.rests(*place) for place in places]):
+                return False
+            if len(self.known) > 64:
+                self.known.clear()
+            self.known[seen] = self.settled
+        return True
 
     @functools.cached_property
     def lasting(self) -> frozenset[str]:
@@ -539,6 +555,7 @@ class Patcher:
 
     def settle(self, outlive: bool = False) -> None:
         """Make what is registered agree with what is wanted; outlive: off is enough for a while."""
+        self.settled += 1
         wanted = self.wanted()
         self.switch.on.intersection_update(wanted)
         self.switch.on.update(wanted)
@@ -578,7 +595,7 @@ class Patcher:
     def rest(self) -> None:
         """Before a pass with create_graph=True: kernels that were declined go, others come back."""
         self.passes += 1
-        over = [name for name, until in self.resting.items() if until <= self.passes]
+        over = self.resting and [n for n, until in self.resting.items() if until <= self.passes]
         if over or self.switch.declined:
             with self.lock:
                 for name in over:
@@ -646,6 +663,29 @@ class Patcher:
         else:
             state = "ready"
         return Entry(formula.operator, formula.family, state, reason)
+
+
+class _Switched:
+    """A block of `patched_as`."""
+
+    __slots__ = ("patcher", "seen")
+
+    def __init__(self, patcher: Patcher, seen: frozenset[str]) -> None:
+        self.patcher, self.seen = patcher, seen
+
+    def __enter__(self) -> None:
+        try:
+            self.patcher.enter(self, self.seen)
+        except BaseException:  # Ctrl-C
+            self.patcher.leave(self)
+            raise
+
+    def __exit__(self, *raised: object) -> None:
+        try:
+            self.patcher.exit(self)
+        except BaseException:
+            self.patcher.leave(self)
+            raise
 
 
 def forget(op: OpOverload | None) -> None:

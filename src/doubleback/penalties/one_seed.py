@@ -257,31 +257,33 @@ class Penalty(ABC):
         """A scalar whose gradient in the output v is, where there is one for all examples."""
         return None
 
-    def quick_value(self, xi: Sequence[Tensor], *extra: Tensor) -> Tensor:
-        """`reduce(value(ξ))` in the fewest operations."""
+    def quick_value(self, xi: Sequence[Tensor], *extra: Tensor) -> tuple[Tensor, float]:
+        """`reduce(value(ξ))` in the fewest operations, as a tensor and the number to multiply it
+        by."""
         if type(self).value is not Penalty.value:
-            return self.reduce(self.value(xi, *extra))
+            return self.reduce(self.value(xi, *extra)), 1.0
         return self._quick_value(xi)
 
-    def _quick_value(self, xi: Sequence[Tensor]) -> Tensor:
+    def _quick_value(self, xi: Sequence[Tensor]) -> tuple[Tensor, float]:
         norm: Any = self.norm
         if self._sums_squares(xi):
-            return self._quick_mean(lifted(xi[0]).square().sum(), len(xi[0]))
+            return lifted(xi[0]).square().sum(), self._share(xi[0])
         plain = len(xi) == 1 and xi[0].dim() > 1 and type(norm) in (Norm, Deviation)
         if plain and type(norm.space) is Euclidean:  # PyTorch's has the derivative 0 at 0, too
             lengths = torch.linalg.vector_norm(lifted(xi[0]).flatten(1), dim=1)
-            return self.reduce(norm.of_length(lengths))
-        return self.reduce(norm.value(xi))
+            return self.reduce(norm.of_length(lengths)), 1.0
+        return self.reduce(norm.value(xi)), 1.0
 
     def _sums_squares(self, xi: Sequence[Tensor]) -> bool:
         """Whether the penalty is Σ ξᵢ², over the number of examples or not."""
         norm, own = self.norm, type(self).reduce is not Penalty.reduce
         square = type(norm) is SquaredNorm and type(norm.space) is Euclidean
-        some = len(xi) == 1 and xi[0].dim() > 0 and len(xi[0]) > 0
+        some = len(xi) == 1 and xi[0].dim() > 0 and xi[0].shape[0] > 0
         return square and some and self.reduction != "none" and not own
 
-    def _quick_mean(self, total: Tensor, batch: int) -> Tensor:
-        return total * (1 / batch) if self.reduction == "mean" else total
+    def _share(self, x: Tensor) -> float:
+        """What one example counts for in a sum over all of them."""
+        return 1 / x.shape[0] if self.reduction == "mean" else 1.0
 
     def check(self, out_shape: Sequence[int], x: Sequence[Tensor], *extra: Any) -> None:
         """Raise an `InputError` where the arguments do not fit: here, where several inputs do not
@@ -501,11 +503,11 @@ class GradientMatch(_OneEntry):
     def value(self, xi: Sequence[Tensor], *extra: Tensor) -> Tensor:
         return self.norm.value(self._difference(xi, extra[0]))
 
-    def quick_value(self, xi: Sequence[Tensor], *extra: Tensor) -> Tensor:
+    def quick_value(self, xi: Sequence[Tensor], *extra: Tensor) -> tuple[Tensor, float]:
         target = extra[0]
         same = isinstance(target, Tensor) and target.dtype is xi[0].dtype
         if same and target.dtype not in HALF and self._sums_squares(xi):
-            return self._quick_mean(F.mse_loss(xi[0], target, reduction="sum"), len(target))
+            return F.mse_loss(xi[0], target, reduction="sum"), self._share(target)
         return self._quick_value(self._difference(xi, target))
 
     def check(self, out_shape: Sequence[int], x: Sequence[Tensor], *extra: Any) -> None:

@@ -3,9 +3,10 @@ left out (`clean`); replayed as straight-line code over PyTorch's own bindings (
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from functools import cache
-from operator import getitem
+from operator import attrgetter, getitem
 from types import MethodType, SimpleNamespace
 from typing import Any
 
@@ -291,13 +292,19 @@ _DIRECT = frozenset(
     ("mm", "addmm", "bmm", "baddbmm", "relu", "add", "mul", "sub", "div", "neg", "sum", "mean", "t",
      "transpose", "permute", "unsqueeze", "squeeze", "clone", "cat", "stack", "unbind",
      "native_layer_norm", "convolution", "where", "eq", "exp", "addcmul", "sigmoid", "tanh",
-     "select", "gather", "scatter_add", "le")
+     "select", "gather", "scatter_add", "le", "ge", "rsub", "masked_fill", "index_add",
+     "index_select", "_softmax", "_log_softmax", "ones_like", "zeros_like", "unsafe_split")
 )  # fmt: skip
+_MADE = frozenset(("arange", "zeros", "ones", "full", "scalar_tensor"))
 # reshape: some kernels lay their results out otherwise than their fakes say (hardswish_backward at
 # a permuted gradient), and what was a view there needs a copy here
 _METHODS = {
     aten.view.default: "reshape", aten._unsafe_view.default: "reshape",
-    aten.expand.default: "expand",
+    aten.expand.default: "expand", aten.new_zeros.default: "new_zeros",
+    aten.new_empty.default: "new_empty", aten.view.dtype: "view",
+}  # fmt: skip
+_ELSEWHERE = {
+    aten.softplus.default: torch.nn.functional.softplus, aten.silu.default: torch._C._nn.silu,
 }  # fmt: skip
 
 
@@ -313,7 +320,7 @@ def _direct(graph: torch.fx.Graph) -> None:
             method = _METHODS[node.target]
             if method == "reshape" and _written(node):
                 method = "view"  # a copy would lose what is written
-            _replace(node, graph.call_method, method, node.args)
+            _replace(node, graph.call_method, method, node.args, node.kwargs)
         elif name in ("mm", "addmm") and not node.kwargs and _turned(node.args[-1]):
             x, weight = node.args[-2], node.args[-1].args[0]
             rest = (node.args[0],) if name == "addmm" else ()
@@ -325,9 +332,36 @@ def _direct(graph: torch.fx.Graph) -> None:
             node.target = _OVER_PLACES[name]
         elif node.target.namespace == "aten" and name in _DIRECT:
             node.target = getattr(torch, name)
+        elif node.target.namespace == "aten" and name in _MADE and "device" in node.kwargs:
+            node.target = getattr(torch, name)  # not where a default device would decide
+        elif node.target is aten.slice.Tensor and (piece := _piece(node)):
+            node.target, node.args = torch.narrow, (node.args[0], *piece)
+        elif node.target is aten._to_copy.default and _casts(node):
+            _replace(node, graph.call_method, "to", (node.args[0], node.kwargs["dtype"]))
+        elif node.target in _ELSEWHERE:
+            node.target = _ELSEWHERE[node.target]
         elif node.target in direct and not node.kwargs:
             node.target = direct[node.target]
     graph.eliminate_dead_code()
+
+
+def _piece(node: torch.fx.Node) -> tuple[int, ...]:
+    """(axis, start, length) of a slice without gaps, whose sizes are closed; nothing for others."""
+    x, axis, start, end, step = (*node.args, *(0, None, None, 1)[len(node.args) - 1 :])
+    source, value = x.meta.get("val"), node.meta.get("val")  # type: ignore[union-attr]
+    sizes = (*source.shape, *value.shape)  # type: ignore[union-attr]
+    if node.kwargs or step != 1 or any(type(n) is not int for n in (*sizes, axis, start or 0)):
+        return ()
+    size = source.shape[axis]  # type: ignore[union-attr, index]
+    first = min(max((start or 0) + (size if (start or 0) < 0 else 0), 0), size)  # type: ignore
+    return axis, first, value.shape[axis]  # type: ignore[union-attr, index, return-value]
+
+
+def _casts(node: torch.fx.Node) -> bool:
+    """Whether this changes the dtype and nothing else."""
+    source, value = node.args[0].meta.get("val"), node.meta.get("val")  # type: ignore[union-attr]
+    known = isinstance(source, Tensor) and isinstance(value, Tensor)
+    return known and set(node.kwargs) == {"dtype"} and source.dtype != value.dtype
 
 
 _OVER_PLACES = {"mul": times_over_places, "add": plus_over_places}
@@ -380,6 +414,9 @@ def _turned(node: Any) -> bool:
     )
 
 
+_OVERLOAD = re.compile(r" = torch\.ops\.(\w+)\.(\w+)\.(\w+)\(")
+
+
 def boxed(module: Any) -> Callable:
     """Straight-line code that takes its inputs out of a list: nobody else holds them. With `HANDED`
     in it, a generator: there it lays the gradients into that list, alone, and waits."""
@@ -407,7 +444,14 @@ def boxed(module: Any) -> Callable:
     graph.on_generate_code(lambda _: wait)
     code, constants = graph.python_code("self"), [n for n in graph.nodes if n.op == "get_attr"]
     names = dict(code.globals)
-    exec(code.src, names)
+
+    def bound(call: re.Match) -> str:
+        name = "_".join(call.groups())
+        names[name] = attrgetter(".".join(call.groups()))(torch.ops)._op
+        return f" = {name}("
+
+    # an operator's own `__call__` is one more frame of Python
+    exec(_OVERLOAD.sub(bound, code.src), names)
     held = SimpleNamespace(**{n.target: getattr(module, n.target) for n in constants})
     return MethodType(names["forward"], held)
 
