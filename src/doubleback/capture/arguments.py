@@ -194,7 +194,7 @@ class _Places:
             raise InputError("wrt counts arguments from 0")
         names = _names(self.net)
         if key in kwargs:
-            return kwargs[key]
+            return kwargs[str(key)]
         place = names.index(key) if key in names else key
         if isinstance(place, int) and place < len(own):
             return own[place]
