@@ -134,11 +134,13 @@ class Capture:
         boxes = _local.boxes
         boxes.append(box)
         try:
-            known = len(self._compiled)
+            known, collects = len(self._compiled), gc.isenabled()
             function = self._function(net)
             with nullcontext() if len(self._compiled) == known else collector_off():
+                _local.collects = collects and not gc.isenabled()
                 return function(net, self.output, args, kwargs)[1]
         finally:
+            _local.collects = False
             boxes.pop()
 
     def _function(self, net: nn.Module) -> Callable:
@@ -176,8 +178,9 @@ class Capture:
         return torch.compiler.disable(call)
 
     def settings(self) -> Mapping[str, Any]:
-        """Dynamo's, for a capture."""
-        return _SETTINGS
+        """Dynamo's, for a capture. It collects garbage after each, which Python's collector is
+        about to do where it was but switched off."""
+        return {**_SETTINGS, "run_gc_after_compile": False} if _local.collects else _SETTINGS
 
     def _reckon(self, net: nn.Module, took: float) -> None:
         """After one more capture: a network that is captured at most of its calls runs on autograd
@@ -320,11 +323,12 @@ def _modes_off(box: _Box) -> Iterator[None]:
 
 class _Local(threading.local):
     """Of one thread. boxes: those of its calls, the innermost last; captures: whether one of the
-    library's calls has come to a capture."""
+    library's calls has come to a capture; collects: whether Python's collector looks for garbage
+    as soon as that is over."""
 
     def __init__(self) -> None:
         self.boxes: list[_Box] = []
-        self.captures = False
+        self.captures = self.collects = False
 
 
 _local = _Local()

@@ -495,6 +495,9 @@ def record(fn: Callable[..., Sequence[Tensor]], tensors: Sequence[Tensor]) -> Ta
     return tape.taped
 
 
+_DEVICE = torch.ops.prim.device.default
+
+
 class _Tape(TorchDispatchMode):
     """Writes down every operator that runs, with the nodes that its tensors came from."""
 
@@ -515,8 +518,10 @@ class _Tape(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func.namespace == "prim":  # a tensor's device, asked for
-            return func(*args, **kwargs)
+        if func.namespace == "prim":  # a tensor's device, which is asked for more than operators
+            t = args[0]
+            known = type(t) is FakeTensor and not t.fake_mode.in_kernel_invocation
+            return t.fake_device if known and func is _DEVICE else func(*args, **kwargs)
         if _composite(func):
             with self:
                 return func.decompose(*args, **kwargs)
