@@ -449,7 +449,7 @@ class CapturedModule(nn.Module):
     def _short_way(self, args: tuple, kwargs: Mapping[str, Any]) -> Way | None:
         if kwargs or not torch.is_grad_enabled():
             return None
-        key = [self._modules["net"].training]  # type: ignore[union-attr]
+        key: list[Any] = [self._modules["net"].training]  # type: ignore[union-attr]
         for t in args:
             if type(t) is not Tensor or t.is_inference():
                 return None
