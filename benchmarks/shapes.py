@@ -379,8 +379,10 @@ class Worker:
         else:
             words = [*sys.argv[1:], "--row", net, "--folder", str(folder), "--methods", method]
             command = [sys.executable, str(HERE / "shapes.py"), *words]
-        # one of many that compile side by side
-        environment = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+        # the processors are shared with those that compile at the same time
+        beside = min(chosen.at_once, len(chosen.nets) * len(chosen.methods))
+        threads = str(max(1, (os.cpu_count() or 1) // beside))
+        environment = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": threads}
         with self.error.open("w") as output:
             self.process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=output, text=True,

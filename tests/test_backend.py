@@ -978,6 +978,27 @@ def test_a_question_about_sizes_is_asked_again_at_each_call(made):
         assert_same(penalty(functools.partial(fast, y=y), x, ()), wanted)
 
 
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.scale, self.cutoff = nn.Linear(4, 2), 2.0, 5.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.net(x) * (self.scale / self.cutoff)).cos() * self.scale
+
+
+def test_pythons_numbers_that_change(made):
+    """Numbers are open as sizes are: what depends on them is no size that tensors decide."""
+    net = Scaled()
+    fast = compiled(net, dynamic=True)
+    for scale in (2.0, 3.5, 0.25):
+        net.scale = scale
+        x = torch.randn(6, 4, requires_grad=True)
+        wanted = penalty(net, x, trained(net))
+        assert_same(penalty(fast, x, trained(net)), wanted)
+    assert len(made) == 1
+
+
 # ------------------------------------------------------------------------- random numbers
 
 
@@ -1288,6 +1309,41 @@ def test_memory_is_freed_without_the_collector():
         gc.enable()
 
 
+@pytest.mark.parametrize("retain", [False, True])
+def test_what_the_last_pass_reads_is_its_own(made, retain):
+    """So that it can be freed at its last use; not where somebody may ask again, or looks on."""
+    net = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2))
+    fast = against_eager(net, calls=2)
+    second = made[0].second
+    run, own, held = second.run, {*made[0].kept, *made[0].kept_by_backward}, []
+    weights = {p.data_ptr() for p in net.parameters()}
+
+    def looking(tensors):
+        places = [i for i, name in enumerate(second.reads) if name in own]
+        refs = [weakref.ref(tensors[i]) for i in places if tensors[i].data_ptr() not in weights]
+        copies = [t.clone() if isinstance(t, Tensor) else t for t in tensors]
+        tensors.clear()
+        held.append(sum(ref() is not None for ref in refs) / len(refs))
+        return run(copies)
+
+    second.run = looking
+    x = torch.randn(6, 4, requires_grad=True)
+    weights.add(x.data_ptr())
+    (g,) = torch.autograd.grad(fast(x).square().sum(), x, create_graph=True)
+    g.square().sum().backward(retain_graph=retain)
+    assert held == [float(retain)]
+    if retain:
+        g.square().sum().backward()
+        assert held == [1.0, 0.0]
+        seen = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: seen.append(t) or t, lambda t: t):
+            (g,) = torch.autograd.grad(fast(x).square().sum(), x, create_graph=True)
+        g.square().sum().backward()
+        assert len(seen) >= len(own)
+    with pytest.raises(RuntimeError, match="second time"):
+        g.square().sum().backward()
+
+
 def test_options():
     with pytest.raises(Exception, match=r'"compiler".*one of inductor, eager'):
         compiled(mlp(), "fast")(torch.randn(3, 4))
@@ -1321,7 +1377,7 @@ for net.kind in (Kind.ONE, Kind.TWO, Kind.ONE):
     assert fast(x).sum() == 3 * net.kind.value, net.kind
 """
 SIZES = """
-import warnings, torch
+import gc, warnings, torch
 import doubleback as db
 torch._dynamo.config.capture_dynamic_output_shape_ops = True
 net = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Tanh(), torch.nn.Linear(5, 1)).double()
@@ -1340,6 +1396,12 @@ with warnings.catch_warnings(record=True) as seen:
             assert a is b is None or (a - b).abs().max() < 1e-12, (a, b)
 said = [str(w.message) for w in seen if w.category is db.CaptureWarning]
 assert len(said) == 1 and "a size depends on what tensors hold" in said[0], said
+states = lambda: {each.state for each in db.patch_report()}
+assert states() != {"stock"}
+del fast
+torch._dynamo.reset()
+gc.collect()
+assert states() == {"stock"}, states()
 """
 BY_ENTRY_POINT = """
 import importlib.metadata, torch
@@ -1431,5 +1493,6 @@ def test_fused_attention_on_a_gpu(made):
 
 def test_sizes_that_depend_on_what_tensors_hold():
     """Where Dynamo is told to capture them, as NequIP tells it for the whole process, they are
-    symbols that no input has: the region runs on autograd."""
+    symbols that no input has: the region runs on autograd, under the patch for as long as Dynamo
+    has it."""
     run_fresh(SIZES)

@@ -18,7 +18,7 @@ from torch import nn
 
 import doubleback as db
 from doubleback import _torch
-from doubleback.capture import dynamo, find_graph, lifting
+from doubleback.capture import dynamo, find_graph, guards, lifting
 
 # ------------------------------------------------------------------------------ captured anew
 
@@ -811,20 +811,56 @@ class Both:
         (lambda t: (t, 2 * t), 2, "exist$"),
         (lambda t: [t], "energy", "exist$"),
         (lambda t: t, "energy", "exist$"),
+        (lambda t: t, 17, "exist$"),
+        (lambda t: (t, {"energy": t}), (0, 17), "exist$"),
+        (lambda t: (t, {"energy": t}), (1, "enrgy"), r"; did you mean 'energy'\?$"),
+        (lambda t: {"head": {"energy": t}}, "head", "is a dict, no tensor; in it are 'energy'$"),
+        (lambda t: {"energy": t, "count": 3}, "count", "is a int, no tensor$"),
+        (lambda t: t, [0], "by an index, a key"),
     ],
 )
-def test_an_output_that_is_not_there_is_refused_before_anything_runs(pack, choice, told):
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.norm = nn.BatchNorm1d(4)
+def test_an_output_that_is_not_there_is_refused_and_nothing_is_changed(pack, choice, told):
+    net = Normed(pack)
+    for sweeps in (None, False):
+        with pytest.raises(db.OutputChoiceError, match=told):
+            db.Penalised(net, db.OutputGradient(0), output=choice, sweeps=sweeps)(torch.randn(3, 4))
+    assert net.norm.num_batches_tracked == 0
+    assert torch.equal(net.norm.running_var, torch.ones(4))
 
-        def forward(self, x):
-            return pack(self.norm(x))
 
-    net = Net()
-    with pytest.raises(db.OutputChoiceError, match=told):
-        db.Penalised(net, db.OutputGradient(0), output=choice)(torch.randn(3, 4))
+class Normed(nn.Module):
+    """Counts its calls in a buffer. pack: what it returns of a tensor."""
+
+    def __init__(self, pack):
+        super().__init__()
+        self.norm, self.pack = nn.BatchNorm1d(4), pack
+
+    def forward(self, x, scale=1.0, *, mask=1.0):
+        return self.pack(scale * self.norm(x) * mask)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ({"wrt": (0, "x")}, "names an input twice: 'x' is among the others$"),
+        ({"wrt": ["x", "x"], "allow_unused": True}, "names an input twice"),
+        ({"wrt": "scales"}, "did you mean 'scale'"),
+        ({"wrt": "scale"}, r"wrt='scale' names no argument of this call; it has \['x'\]$"),
+        (
+            {"wrt": ("x", "scal")},
+            "no container, and 'scal' names no argument; did you mean 'scale'",
+        ),
+        ({"wrt": True}, "neither a position nor a name"),
+        ({"wrt": [["x"]]}, "neither a position nor a name"),
+        ({"v": 5}, "out of range"),
+        ({"v": lambda out: out.sum()}, "must have the output's shape"),
+    ],
+)
+def test_what_is_asked_of_the_derivative_wrongly_is_refused_and_nothing_is_changed(wrong, told):
+    net = Normed(torch.sin)
+    for sweeps in (None, False):
+        with pytest.raises(db.InputError, match=told):
+            db.WithGradient(net, sweeps=sweeps, **wrong)(torch.randn(3, 4))
     assert net.norm.num_batches_tracked == 0
 
 
@@ -1088,9 +1124,9 @@ def test_what_others_compile_is_read_as_before(program, monkeypatch):
         )(torch.ones(2))
         return [[n.target for n in module.graph.nodes] for module in graphs]
 
-    dynamo.teach()
+    guards.teach()
     taught = compile()
-    monkeypatch.setattr(dynamo, "_is_ours", lambda: False)
+    monkeypatch.setattr(guards, "_is_ours", lambda: False)
     assert compile() == taught
     assert taught or _torch.before(2, 13)  # which has no graph of some
 
@@ -1109,3 +1145,25 @@ def test_garbage_of_a_first_capture_is_left_to_python_s_collector(on, monkeypatc
         (gc.enable if was else gc.disable)()
     assert bool(collected) != on
     assert before and _torch.dynamo_config.run_gc_after_compile
+
+
+def test_an_error_leaves_transforms_of_every_kind():
+    functorch = torch._C._functorch
+
+    def fails(x):
+        with dynamo.leaving_transforms():
+            functorch._jvp_increment_nesting()
+            functorch._grad_increment_nesting()
+            functorch._vmap_increment_nesting(2, "error")
+            functorch._func_increment_nesting(False)
+            raise KeyError("inside")
+
+    def outer(x):
+        before = _torch.transforms_entered()
+        with pytest.raises(KeyError):
+            fails(x)
+        assert _torch.transforms_entered() == before > 0
+        return x.sin()
+
+    x = torch.randn(3, 2)
+    torch.testing.assert_close(torch.func.vmap(outer)(x), x.sin())

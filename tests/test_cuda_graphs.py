@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 from torch import nn
@@ -207,6 +209,84 @@ def _(x):
 
 
 waits.register_autograd(lambda ctx, grad: grad)
+
+
+@torch.library.custom_op("doubleback_test::fails", mutates_args=())
+def fails(x: torch.Tensor, where: list[int]) -> torch.Tensor:
+    if where == FAILS:
+        raise ValueError("as a capture does")
+    return x * 1
+
+
+@fails.register_fake
+def _(x, where):
+    return torch.empty_like(x)
+
+
+FAILS: list[int] = []
+fails.register_autograd(
+    lambda ctx, grad: (fails(grad, [ctx.where, 1]), None),
+    setup_context=lambda ctx, inputs, output: setattr(ctx, "where", inputs[1][0]),
+)
+
+
+class Failing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return fails(self.inner(x), VALUE)
+
+
+VALUE, DERIVATIVE = [0, 0], [0, 1]
+NODE_BY_NODE, STRAIGHT_LINE = 0, 4  # calls before
+
+
+@pytest.mark.parametrize(
+    ("by", "where", "calls"),
+    [
+        ("call", VALUE, NODE_BY_NODE),
+        ("call", DERIVATIVE, NODE_BY_NODE),
+        ("call", VALUE, STRAIGHT_LINE),
+        ("accumulate", DERIVATIVE, STRAIGHT_LINE),
+    ],
+)
+def test_the_operator_of_a_step_that_fails_is_named(monkeypatch, by, where, calls):
+    model = db.Penalised(Failing(), db.LossGradient("mse"))
+    x, y = torch.randn(4, 6), torch.randn(4, 5)
+
+    def step():
+        if by == "call":
+            sum(model(x, y)[1:]).backward()
+        else:
+            model.accumulate(x, y)
+
+    for _ in range(calls):
+        step()
+    monkeypatch.setattr(sys.modules[__name__], "FAILS", where)
+    with pytest.raises((RuntimeError, ValueError), match="as a capture does") as found:
+        step()
+    assert ("<string>" in str(found.getrepr())) == (calls == STRAIGHT_LINE)
+    assert "fails" in culprit(innermost(found.value))
+
+
+CALLS = {
+    "a binding": (lambda x, y: (x.mm(y),), "mm"),
+    "a dense layer": (lambda x, y: (torch.addmm(y[0], x, y.t()),), "_C._nn.linear"),
+    "a method": (lambda x, y: (y.sin().view(len(x), 2),), "reshape"),
+    "an operator": (lambda x, y: (y.unfold(1, len(x), 1),), "aten.unfold.default"),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_the_operator_of_a_line_is_named(name):
+    fn, expected = CALLS[name]
+    graph = make_fx(fn, tracing_mode="fake")(torch.randn(2, 2), torch.randn(2, 2))
+    code = straight_line.boxed(graph)
+    with pytest.raises((RuntimeError, IndexError)) as found:
+        code([torch.randn(2, 2), torch.randn(3, 1)])
+    assert culprit(found.value) == expected
 
 
 @needs_gpu

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import doctest
 import importlib
+import json
 import pkgutil
 import re
 import shlex
+import statistics
 import subprocess
 import sys
 import types
@@ -25,7 +27,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
 GALLERY = ROOT / "examples" / "README.md"
 TABLE = re.compile(r"(?:^ *\|.*\n)+.*", re.MULTILINE)
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
+LINK = re.compile(r"\]\(([^)#:]*)(?:#([^)]*))?\)")
 MODULES = [
     module.name
     for module in pkgutil.walk_packages(doubleback.__path__, "doubleback.")
@@ -68,10 +70,23 @@ def test_docstrings_run(name):
     assert runner.failures == 0
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def anchors(page):
+    """What a link may name behind `#`: headings as the site names them, and ids."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    named = set(re.findall(r'(?:\bid="|\{#)([\w-]+)', text))
+    for heading in re.findall(r"^#+ (.*)$", text, re.M):
+        words = re.sub(r"\[(.*?)\]\(.*?\)", r"\1", heading).lower()
+        named.add(re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", words).strip()))
+    return named
+
+
+@pytest.mark.parametrize("page", [*PAGES, GALLERY], ids=lambda page: page.name)
 def test_links_within_the_repository_exist(page):
-    for target in LINK.findall(page.read_text(encoding="utf-8")):
-        assert (page.parent / target).exists(), f"{page.name} links to {target}"
+    for target, anchor in LINK.findall(page.read_text(encoding="utf-8")):
+        there = page.parent / target if target else page
+        assert there.exists(), f"{page.name} links to {target}"
+        if anchor and there.suffix == ".md":
+            assert anchor in anchors(there), f"{page.name} links to {target}#{anchor}"
 
 
 @pytest.mark.parametrize("page", [*PAGES, GALLERY], ids=lambda page: page.name)
@@ -144,3 +159,30 @@ def test_measured_tables_are_those_of_the_results():
     for name in ("readme_table.py", "measured_tables.py"):
         script = ROOT / "benchmarks" / name
         assert subprocess.run([sys.executable, script, "--check"]).returncode == 0, "make readme"
+
+
+def measured(run, method, value="price"):
+    """By network, what a method took, or held, of plain steps in one of the engine's runs."""
+    text = (ROOT / "benchmarks" / "results" / f"engine-h200-{run}.json").read_text("utf-8")
+    columns = {row["net"]: row["columns"].get(method, {}) for row in json.loads(text)["rows"]}
+    return {net: column[value] for net, column in columns.items() if column.get(value)}
+
+
+def test_the_prose_of_the_readme_is_that_of_the_results():
+    text = " ".join((ROOT / "README.md").read_text("utf-8").split())
+    eager, graphed = measured("norms", "doubleback"), measured("norms", "doubleback graphed")
+    assert (
+        f"ResNet-50 cost {eager['resnet50']:.1f} plain steps so and {graphed['resnet50']:.1f} as "
+        f"CUDA graphs, MobileNetV2 {eager['mobilenetv2']:.1f} and {graphed['mobilenetv2']:.1f}."
+    ) in text
+    held = measured("default", "accumulate compiled", "memory_price")
+    largest = held.pop("efficientnet_b0")
+    whole = measured("bf16", "accumulate compiled", "memory_price")
+    prices = measured("default", "accumulate compiled graphed").values()
+    without = measured("default", "accumulate compiled").values()
+    assert (
+        f"{min(held.values()):.2f} to {max(held.values()):.2f} times the memory of compiled plain "
+        f"training in place of {statistics.median(whole.values()):.0f} (EfficientNet-B0 "
+        f"{largest:.1f}), at [{min(prices):.1f} to {max(prices):.1f} plain steps as CUDA graphs "
+        f"and {min(without):.1f} to {max(without):.1f} without]"
+    ) in text

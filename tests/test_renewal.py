@@ -3,12 +3,15 @@ autograd either way."""
 
 from __future__ import annotations
 
+import dataclasses
+from collections import Counter
 from itertools import pairwise
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import doubleback as db
 from doubleback import sweeps
@@ -49,6 +52,23 @@ class Scaled(nn.Module):
 
     def forward(self, x):
         return self.out(self.scale * self.into(x) * self.gate(x))
+
+
+class Gated(nn.Module):
+    """Two products whose results are multiplied, with an activation before that or without."""
+
+    def __init__(self, act: nn.Module):
+        super().__init__()
+        self.gate, self.into, self.out = nn.Linear(6, 8), nn.Linear(6, 8), nn.Linear(8, 5)
+        self.act = act
+
+    def forward(self, x):
+        return self.out(self.act(self.gate(x)) * self.into(x))
+
+
+class Summed(Gated):
+    def forward(self, x):
+        return self.out(self.act(self.gate(x) + self.into(x)))
 
 
 class ChannelsFirst(nn.Module):
@@ -116,6 +136,9 @@ CASES = {  # the network, its input, and the nodes whose ξ is held
     "two readers": (Twice, (4, 6), ["linear", "tanh", "linear"]),
     "one reader, twice": (Square, (4, 6), ["linear", "mul", "linear"]),
     "a scale and a gate": (Scaled, (4, 6), ["linear", "mul", "linear"]),
+    "a gate": (lambda: Gated(nn.SiLU()), (4, 6), ["mul", "linear"]),
+    "a product of two products": (lambda: Gated(nn.Identity()), (4, 6), ["mul", "linear"]),
+    "a sum of two products": (lambda: Summed(nn.Tanh()), (4, 6), ["tanh", "linear"]),
     "softmax": (
         Attention, (4, 3, 4), ["linear", "linear", "softmax", "linear", "matmul", "linear"],
     ),
@@ -233,10 +256,11 @@ def test_debug_and_counts():
 
 
 def test_less_memory():
-    """Of two values and two ξ per layer, one ξ goes; its place is taken by no source."""
+    """Of two values and two ξ per layer, one ξ goes; its place is taken by no source, beside two
+    tensors at the turn of a node that a product waits for."""
     x = torch.randn(512, 6)
     y, peaks = labels(x), []
-    net = dense(nn.GELU(), widths=(6, *[64] * 8))
+    net = dense(nn.GELU(), widths=(6, *[64] * 12))
     for recompute in (False, True):
         model = db.Penalised(net, db.LossGradient("cross_entropy"), recompute=recompute)
         peaks.append(model.explain(x, y).as_dict()["peak_bytes"])
@@ -260,3 +284,62 @@ def test_with_seeds_everything_is_held():
     state = sweeps.forward(plan, {v: t.detach() for v, t in leaves.items()})
     sweeps.backward(plan, state, torch.ones(2, 4, 5, dtype=torch.float64), seeds=2)
     assert plan.renewals and set(state.xi) == {s.node.index for s in plan.steps if s.curves}
+
+
+class Counted(TorchDispatchMode):
+    """How often each operator runs."""
+
+    def __init__(self):
+        super().__init__()
+        self.names: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names[func._schema.name.split("::")[1]] += 1
+        return func(*args, **(kwargs or {}))
+
+
+WAITS = {  # the network, its input, the nodes that wait, and a backward that then runs twice less
+    "linear, GELU": (lambda: dense(nn.GELU()), (4, 6), 2, None),
+    "linear, layer norm": (
+        lambda: dense(nn.LayerNorm(8)), (4, 6), 2, "native_layer_norm_backward",
+    ),
+    "convolution, batch norm, ReLU": (
+        lambda: convolutions(nn.ReLU), IMAGES, 2, "native_batch_norm_backward",
+    ),
+    "convolution, batch norm, SiLU": (
+        lambda: convolutions(nn.SiLU), IMAGES, 2, "native_batch_norm_backward",
+    ),
+    "a permutation between": (ChannelsFirst, IMAGES, 1, None),
+    "two readers": (Twice, (4, 6), 0, None),
+    "a scale and a gate": (Scaled, (4, 6), 0, None),
+    "a gate": (lambda: Gated(nn.SiLU()), (4, 6), 2, None),
+    "a product of two products": (lambda: Gated(nn.Identity()), (4, 6), 2, None),
+    "a sum of two products": (lambda: Summed(nn.Tanh()), (4, 6), 2, None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WAITS)
+def test_products_wait_for_the_norm_behind_them(name):
+    """Their source is taken when the norm's tangent and source are, which give its input's ξ."""
+    make, shape, count, operator = WAITS[name]
+    net, x = make().double(), torch.randn(shape, dtype=torch.float64)
+    y = labels(x)
+    model = db.Penalised(net, db.LossGradient("cross_entropy"), flatten_after=None)
+    plan = plan_of(model, x, y)
+    assert len(plan.waits) == count
+    ran = []
+    for waits in (plan.waits, {}):
+        changed = dataclasses.replace(plan, waits=waits)
+        leaves = {v: t.detach() for v, t in leaves_of(model, x, y).items()}
+        state = sweeps.forward(changed, leaves)
+        seed = torch.ones(plan.graph.shape(plan.target), dtype=torch.float64)
+        q0 = dict(zip(plan.penalised, sweeps.backward(changed, state, seed), strict=True))
+        with Counted() as counted:
+            q, sources = sweeps.tangent(changed, state, q0)
+        ran.append((counted.names, q, sources))
+    (fewer, q, sources), (more, expected_q, expected) = ran
+    assert q is None or torch.equal(q, expected_q)
+    assert sources.keys() == expected.keys()
+    for v, source in sources.items():
+        torch.testing.assert_close(source, expected[v], rtol=1e-12, atol=1e-14)
+    assert operator is None or fewer[operator] == more[operator] - count

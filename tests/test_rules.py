@@ -168,8 +168,10 @@ def test_dropout_rule_uses_the_mask_of_the_forward_sweep():
 
 
 def test_sources_come_before_tangents():
-    """In a flat graph a layer's ξ is free, its K□ taken, before there is a tangent."""
-    net = torch.nn.Sequential(torch.nn.Conv2d(2, 3, 3), torch.nn.Tanh(), torch.nn.Flatten())
+    """In a flat graph a layer's ξ is free, its K□ taken, before there is a tangent, where it does
+    not wait for a node behind it."""
+    layers = torch.nn.Conv2d(2, 3, 3), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(27, 2)
+    net = torch.nn.Sequential(*layers)
     model = db.Penalised(net, db.OutputGradient(0), flatten_after=0)
     x, order = torch.randn(2, 2, 5, 5), []
     right = find_rule(aten.conv2d.default)
@@ -311,6 +313,40 @@ def test_a_wrong_way_with_many_seeds_is_caught(registered_as, op, part):
     db.check_rule(op, *args)
     registered_as(op, replace(right, seeded=_halved(right.seeded, part)))
     with pytest.raises(db.CheckError, match=f"seeded, {part}"):
+        db.check_rule(op, *args)
+
+
+@pytest.mark.parametrize("part", ["tangent", "curvature", "backward", "onto"])
+@pytest.mark.parametrize("op", [aten.layer_norm.default, aten.group_norm.default])
+def test_what_is_wrong_together_and_right_apart_is_caught(registered_as, op, part):
+    args = {
+        aten.layer_norm.default: (_u(3, 4), [4], _u(4), _u(4)),
+        aten.group_norm.default: (_u(3, 4, 2), 2, _u(4), _u(4)),
+    }[op]
+    right = find_rule(op)
+    db.check_rule(op, *args)
+
+    def half(parts):
+        return tuple(None if p is None else p / 2 for p in parts)
+
+    def at_once(*given):
+        found = right.at_once(*given)
+        if found is None:
+            return None
+        pushed, bent, pulled = found
+        return (
+            pushed / 2 if part == "tangent" and pushed is not None else pushed,
+            half(bent) if part == "curvature" else bent,
+            half(pulled) if part == "backward" else pulled,
+        )
+
+    def onto(call, y, wanted, waiting):
+        grads = right.backward(call, y, wanted)
+        return (grads[0] + waiting / 2, *grads[1:])
+
+    wrong = {"onto": onto} if part == "onto" else {"at_once": at_once}
+    registered_as(op, replace(right, **wrong))
+    with pytest.raises(db.CheckError, match="onto, backward 0" if part == "onto" else "at once"):
         db.check_rule(op, *args)
 
 

@@ -31,10 +31,13 @@ NAMES: dict[str, tuple[str, str]] = {
         "torch._C._functorch:get_dynamic_layer_stack_depth",
         "how many transforms run: a trace that fails within some does not leave them",
     ),
-    "leave_transforms": (
-        "torch._C._functorch:pop_dynamic_layer_stack_and_undo_to_depth",
-        "they are left then",
+    "leave_vmap": (
+        "torch._C._functorch:_vmap_decrement_nesting",
+        "they are left then, one by one: what leaves all of them leaves each twice in torch 2.11",
     ),
+    "leave_grad": ("torch._C._functorch:_grad_decrement_nesting", "likewise"),
+    "leave_jvp": ("torch._C._functorch:_jvp_decrement_nesting", "likewise"),
+    "leave_functionalize": ("torch._C._functorch:_func_decrement_nesting", "likewise"),
     "jvp_transforms": (
         "torch._functorch.eager_transforms",
         "it counts the `jvp`s among them (JVP_NESTING)",
@@ -406,6 +409,14 @@ NAMES: dict[str, tuple[str, str]] = {
     "register_lowering": (
         "torch._inductor.lowering:register_lowering",
         "teaches Inductor the mark at what one sweep hands to another",
+    ),
+    "lowerings": (
+        "torch._inductor.lowering:lowerings",
+        "what Inductor makes of the derivative of average pooling, where that is right",
+    ),
+    "fallback_handler": (
+        "torch._inductor.lowering:fallback_handler",
+        "PyTorch's own kernel for that derivative where what Inductor makes of it is wrong",
     ),
     "select_decomp_table": (
         "torch._inductor.decomposition:select_decomp_table",

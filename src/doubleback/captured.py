@@ -24,6 +24,7 @@ from .capture import (
     Arguments,
     accept_plain_keys,
     capture_of,
+    check_choice,
     choose_output,
     find_graph,
     hooked,
@@ -66,13 +67,13 @@ class Used:
     largest: int = 0
 
     def and_also(self, seen: Set[str], leaves: Sequence[Any]) -> Used:
-        largest = max(self.largest, _entries(leaves))
+        largest = max(self.largest, _entries_of(leaves))
         return Used(self.looks + 1, self.names | seen, largest)
 
     def way(self, leaves: Sequence[Any]) -> frozenset[str]:
         """What of the patch is switched on for a call: all attention being small in calls that were
         no smaller than half of this one, it goes to PyTorch's unfused kernel."""
-        return self._ways[_entries(leaves) <= 2 * self.largest]
+        return self._ways[_entries_of(leaves) <= 2 * self.largest]
 
     @cached_property
     def _ways(self) -> tuple[frozenset[str], frozenset[str]]:
@@ -81,7 +82,7 @@ class Used:
         return names, names | unfused
 
 
-def _entries(leaves: Sequence[Any]) -> int:
+def _entries_of(leaves: Sequence[Any]) -> int:
     return sum([t.numel() for t in leaves if isinstance(t, Tensor)])
 
 
@@ -227,6 +228,7 @@ class CapturedModule(nn.Module):
                 "wrap the other way round, DistributedDataParallel("
                 f"{type(self).__name__}(net, …)): inside, its hooks see no backward pass"
             )
+        check_choice(output)
         self.net = net
         self.compile_mode = compile
         self.wrt = wrt
@@ -251,6 +253,7 @@ class CapturedModule(nn.Module):
         self._short: dict[Any, Way] = {}  # shapes of calls that go to autograd at once
         self._used: dict[Any, Used] = {}  # of the patch
         self._unasked: list[int] = []  # for how many calls more, where it is known
+        self._fits: Any = None  # output and penalty of the last call on autograd that went well
         self._warned = False
         self._refusal: CaptureError | None = None
         self._again = 0.0  # when what could not be swept is tried again
@@ -441,7 +444,7 @@ class CapturedModule(nn.Module):
 
     def _shape_of(self, args: tuple) -> tuple:
         """What `_size` says of a call, from arguments that are not taken apart."""
-        key = [self._modules["net"].training]  # type: ignore[union-attr]
+        key: list[Any] = [self._modules["net"].training]  # type: ignore[union-attr]
         for t in args:
             key += t.dtype, t.is_cpu, *[n.bit_length() for n in t.shape]
         return tuple(key)
@@ -501,14 +504,23 @@ class CapturedModule(nn.Module):
 
     def _on_autograd(self, run: Callable[[Way], Any], way: Way, call: Arguments) -> Any:
         """The network's call on autograd. Where it could not be captured it is said once why, after
-        it succeeded."""
+        it succeeded. Whether output and penalty fit the network's result is found out when it has
+        run: until a call has gone well, buffers are put back where they do not."""
+        asked = self.output, Itself(self._asked)
+        unsure = self._fits != asked
+        before = [(b, b.clone()) for b in self.net.buffers() if unsure and not b.is_inference()]
         try:
             with trackers_off():
                 result = self._with_patch(run, call) if way == "patched" else run(way)
-        except Exception:  # the network's own error: it was not the capture's fault
+        except Exception as error:  # the network's own error: it was not the capture's fault
             self._refusal, self._again = None, 0.0
             capture_of(self.net, self.output).refusal = None
+            if isinstance(error, InputError):
+                with torch.no_grad():
+                    for buffer, kept in before:
+                        buffer.copy_(kept)
             raise
+        self._fits = asked
         if way not in ("bare", "math") and self._refusal is not None and not self._warned:
             self._warned = True
             warn(f"{self._refusal}\n  Until then it runs on autograd.")

@@ -324,6 +324,13 @@ class OpenSizes:
             self._guards = count, compile_sizes([g.expr for g in self.env.guards], self.symbols)
         return many(numbers) and all(self._guards[1](*numbers))
 
+    def forget_callers(self) -> None:
+        """Let go of the stack at which each symbol arose that numbers decide. It holds the code of
+        all callers; caches of PyTorch's hold the environment for ever, and with that code what
+        Dynamo compiled for it."""
+        self.env.var_to_stack.clear()
+        self.env.deferred_runtime_asserts.clear()
+
 
 def _renamed(names: Mapping[Any, str]) -> dict:
     """Symbols under names that are Python's and keep what is known of them."""

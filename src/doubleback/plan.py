@@ -16,7 +16,8 @@ Renewals are cotangents that are computed again where they are read, instead of 
 sweep. The tangent sweep reads ξ at every node that bends. Where u = K(θ, w) goes into y = F(u)
 alone and F bends too, ξ_u = (∂F)*ξ_y: with F light (one pass over memory, as for activations and
 norms) only ξ_y is held, and the tangent sweep, which comes to K before F, pulls it through F once
-more. Light nodes that do not bend themselves (permutations, casts) may stand between.
+more. Light nodes that do not bend themselves (permutations, casts) may stand between. Where F's
+rule gives tangent, source and (∂F)*ξ_y at once, K's source waits until F's turn has come.
 
 Operators that draw random numbers say so by a tag: PyTorch's own are tagged
 `nondeterministic_seeded`; one from `torch.library` is if its author thought of it. So one without
@@ -102,6 +103,7 @@ class Plan:
     drop_tangent: tuple[tuple[int, ...], ...]
     drop_second: tuple[tuple[int, ...], ...]
     renewals: Mapping[int, Renewal]
+    waits: Mapping[int, int]
     channels_last: frozenset[int] = frozenset()
     taps_first: frozenset[int] = frozenset()
 
@@ -244,6 +246,7 @@ def make_plan(
     constants = tuple(v for v in outer if v not in trained)
     later = [_needed_later(graph, s) for s in steps]
     kept = {v for values in later for v in values}
+    renewals = find_renewals(graph, steps, target) if recompute else {}
     return Plan(
         graph, tuple(penalised), target, prelude, steps, effective, constants, wanted,
         swept_out, mutations, frozenset(trained), frozenset(reaching), frozenset(moving),
@@ -251,8 +254,7 @@ def make_plan(
         _drops([s.node.inputs + s.node.outputs for s in steps], keep=kept | pinned),
         _drops([s.node.inputs + s.node.outputs for s in steps], keep={target}),
         _drops(later[::-1], keep=set()),
-        find_renewals(graph, steps, target) if recompute else {},
-        *_layouts(graph, steps, penalised, outer),
+        renewals, find_waits(steps, renewals), *_layouts(graph, steps, penalised, outer),
     )  # fmt: skip
 
 
@@ -498,6 +500,24 @@ def find_renewals(graph: Graph, steps: Sequence[Step], target: int) -> dict[int,
         if held and reader.rule.renews and not grows:
             renewals[step.node.index] = Renewal(places[0], reader, slot)
     return renewals
+
+
+def find_waits(steps: Sequence[Step], renewals: Mapping[int, Renewal]) -> dict[int, int]:
+    """By node whose source waits: the node whose ξ comes out when the next that bends has its turn,
+    and by which, through light nodes that do not bend, the waiting one's is had."""
+    waits: dict[int, int] = {}
+    for step in steps:
+        together = step.rule.tangent_curvature or step.rule.at_once
+        bends_alone = step.curves and step.push and together is None
+        link = step.node.index
+        while bends_alone and link in renewals:
+            reader = renewals[link].reader
+            if reader.curves:
+                if reader.rule.at_once is not None and reader.bend[renewals[link].slot]:
+                    waits[step.node.index] = link
+                break
+            link = reader.node.index
+    return waits
 
 
 # ------------------------------------------------------------------------------------------ draws

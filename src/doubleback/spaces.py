@@ -422,20 +422,17 @@ class Grid(Space):
         if self.rule not in RULES:
             raise InputError(f"Grid's rule must be one of {RULES}, not {self.rule!r}")
 
-    @property
-    def _steps(self) -> tuple[float, ...]:
-        return self.spacing  # type: ignore[return-value]
-
     def check(self, shape: Sequence[int]) -> None:
-        check_axes(self, self._steps, shape)
+        check_axes(self, self.spacing, shape)  # type: ignore[arg-type]
 
     def _ends(self, u: Tensor) -> list[Tensor]:
         """Per axis 1 inside and ½ at both ends, shaped to multiply u."""
-        check_trailing(self, self._steps, u)
+        steps: Any = self.spacing
+        check_trailing(self, steps, u)
         if self.rule == "midpoint":
             return []
         factors = []
-        for axis in range(-len(self._steps), 0):
+        for axis in range(-len(steps), 0):
             size = u.shape[axis]
             if size < 2:
                 raise InputError(
@@ -448,12 +445,12 @@ class Grid(Space):
     def riesz(self, g: Tensor) -> Tensor:
         for factor in self._ends(g):
             g = g / factor
-        return g / math.prod(self._steps)
+        return g / math.prod(self.spacing)  # type: ignore[arg-type]
 
     def riesz_inverse(self, u: Tensor) -> Tensor:
         for factor in self._ends(u):
             u = u * factor
-        return u * math.prod(self._steps)
+        return u * math.prod(self.spacing)  # type: ignore[arg-type]
 
 
 # Lᵖ ----------------------------------------------------------------------------------------------

@@ -15,17 +15,18 @@ summed over it (theory §5.2), so that one second sweep serves all seeds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ._torch import compiling, pytree
 from .errors import DoublebackError, NonFiniteError, RuleError
+from .graph import Node
 from .kernels import boundary
-from .plan import Plan, Step
+from .plan import Plan, Renewal, Step
 from .rules import Call, add, seeded_backward, seeded_both
 
 Watch = Callable[[str, Step, Any], None]
@@ -113,38 +114,104 @@ def tangent(
     q = q0
     sources = {} if sources is None else sources
     held = dict(state.xi) if keep else state.xi
+    sweep = _TangentSweep(plan, state, q, held, sources, watch, seeds)
     boundary(q.values())
     for step, drop in zip(plan.steps, plan.drop_tangent, strict=True):
         if step.push or step.curves:
-            _advance(plan, state, step, q, held, sources, watch, seeds)
+            sweep.advance(step)
         for v in drop:
             q.pop(v, None)
     return q.get(plan.target), sources
 
 
-def _advance(
-    plan: Plan,
-    state: State,
-    step: Step,
-    q: dict[int, Tensor],
-    held: dict[Any, Any],
-    sources: dict[Any, Tensor],
-    watch: Watch | None,
-    seeds: int | None,
-) -> None:
-    """One node of the tangent sweep. Nothing but the dictionaries holds a tensor afterwards."""
-    moved = tuple(q.get(v) for v in step.node.inputs)
-    if any(part is not None for part in moved):
-        xi = _cotangent(plan, state, held, step, seeds) if step.curves else None
-        call = call_of(plan, step, state)
-        out, bent = _both("tangent", step, call, xi, moved, step.push, seeds)
-        if watch is not None:
-            watch("tangent", step, (out, bent))
+class _Postponed(NamedTuple):
+    """A node whose source is taken at the turn of another, with the tangents that moved it."""
+
+    step: Step
+    moved: tuple[Tensor | None, ...]
+
+
+@dataclass
+class _TangentSweep:
+    """Nothing but the dictionaries holds a tensor after a node's turn. waiting: by the node that is
+    waited for."""
+
+    plan: Plan
+    state: State
+    q: dict[int, Tensor]
+    held: dict[Any, Any]
+    sources: dict[Any, Tensor]
+    watch: Watch | None
+    seeds: int | None
+    waiting: dict[int, list[_Postponed]] = field(default_factory=dict)
+
+    def advance(self, step: Step) -> None:
+        index = step.node.index
+        moved = tuple(self.q.get(v) for v in step.node.inputs)
+        waiting = self.waiting.pop(index, ())
+        if any(part is not None for part in moved):
+            if index in self.plan.waits and self.seeds is None:
+                self._wait(step, moved)
+            else:
+                self._bend(step, moved, waiting)
+        for earlier, parts in waiting:
+            self._source(earlier, parts)
+            self.held.pop(earlier.node.index, None)
+        for earlier, _ in waiting:
+            self.held.pop(self.plan.waits[earlier.node.index], None)
+        self.held.pop(index, None)
+
+    def _wait(self, step: Step, moved: tuple[Tensor | None, ...]) -> None:
+        """Its tangent now, its source later."""
+        link = self.plan.waits[step.node.index]
+        reader = self.plan.renewals[link].reader.node.index
+        self.waiting.setdefault(reader, []).append(_Postponed(step, moved))
+        call = call_of(self.plan, step, self.state)
+        out, _ = _both("tangent", step, call, None, moved, True, None)
+        if self.watch is not None:
+            self.watch("tangent", step, out)
+        _spread(self.plan, step, self.q, out)
+
+    def _source(self, step: Step, moved: tuple[Tensor | None, ...]) -> None:
+        """The source of one that waited."""
+        xi = _cotangent(self.plan, self.state, self.held, step, self.seeds)
+        call = call_of(self.plan, step, self.state)
+        _, bent = _both("tangent", step, call, xi, moved, False, None)
+        if self.watch is not None:
+            self.watch("tangent", step, bent)
+        _accumulate(step, self.sources, bent, step.bend)
+
+    def _bend(
+        self, step: Step, moved: tuple[Tensor | None, ...], waiting: Sequence[_Postponed]
+    ) -> None:
+        """Its tangent and its source, and for those that wait ξ at its input."""
+        plan, rule = self.plan, step.rule
+        xi = _cotangent(plan, self.state, self.held, step, self.seeds) if step.curves else None
+        call = call_of(plan, step, self.state)
+        if waiting and xi is not None:
+            links = {plan.waits[earlier.step.node.index] for earlier in waiting}
+            slots = {plan.renewals[link].slot for link in links}
+            asked = tuple(slot in slots for slot in range(len(moved)))
+            given = (call, xi, moved, step.bend, step.push, asked)
+            result = _guard("tangent", step, rule.all_three, *given)
+            out, bent, pulled = result
+            for link in links:
+                self._hand(link, pulled)
+        else:
+            result = out, bent = _both("tangent", step, call, xi, moved, step.push, self.seeds)
+        if self.watch is not None:
+            self.watch("tangent", step, result)
         if step.push:
-            _spread(plan, step, q, out)
+            _spread(plan, step, self.q, out)
         if step.curves:
-            _accumulate(step, sources, bent, step.bend)
-    held.pop(step.node.index, None)
+            _accumulate(step, self.sources, bent, step.bend)
+
+    def _hand(self, link: int, pulled: Sequence[Tensor | None]) -> None:
+        """Hold what came out beside the source as ξ of the node before."""
+        renewal = self.plan.renewals[link]
+        y = pulled[renewal.slot]
+        if y is not None:
+            self.held[link] = _placed(self.plan.graph.nodes[link], renewal, y)
 
 
 def _cotangent(plan: Plan, state: State, held: dict, step: Step, seeds: int | None) -> Any:
@@ -164,9 +231,15 @@ def _cotangent(plan: Plan, state: State, held: dict, step: Step, seeds: int | No
             held.setdefault(reader.node.index, y)
         only = tuple(slot == renewal.slot for slot in range(len(reader.pull)))
         y = _pull("tangent", reader, call_of(plan, reader, state), y, seeds, only)[renewal.slot]
-        if node.many and y is not None:
-            y = tuple(y if i == renewal.place else None for i in range(len(node.outputs)))
+        y = None if y is None else _placed(node, renewal, y)
     return y
+
+
+def _placed(node: Node, renewal: Renewal, y: Tensor) -> Any:
+    """ξ of the one output of a node that is renewed, as ξ of the node."""
+    if not node.many:
+        return y
+    return tuple(y if i == renewal.place else None for i in range(len(node.outputs)))
 
 
 def push(
@@ -240,9 +313,7 @@ def second(
         if any(step.pull2):
             y = _collect(step, gamma)
             if y is not None:
-                grads = _guard(
-                    "second", step, step.rule.backward, call_of(plan, step, state), y, step.pull2
-                )
+                grads = _pull_onto(step, call_of(plan, step, state), y, gamma)
                 if watch is not None:
                     watch("second", step, grads)
                 _accumulate(step, gamma, grads, step.pull2)
@@ -251,6 +322,19 @@ def second(
             for v in drop:
                 state.values.pop(v, None)
     return gamma
+
+
+def _pull_onto(step: Step, call: Call, y: Any, gamma: dict[int, Tensor]) -> Any:
+    """The second sweep's backward. Where the rule can, it adds in passing what has arrived at its
+    first input before, which leaves `gamma` then."""
+    onto, inputs = step.rule.onto, step.node.inputs
+    waiting = gamma.get(inputs[0]) if onto is not None and step.pull2[0] else None
+    if onto is not None and waiting is not None and inputs.count(inputs[0]) == 1:
+        grads = _guard("second", step, onto, call, y, step.pull2, waiting)
+        if grads is not None:
+            del gamma[inputs[0]]
+            return grads
+    return _guard("second", step, step.rule.backward, call, y, step.pull2)
 
 
 def _pull(

@@ -217,13 +217,13 @@ def test_standardisation(case, form, offset):
         y, mean, rstd = standardise(groups, x, w, b, eps, fused=fused)
         at = (x, mean, rstd, w)
         first = standardise_backward(groups, xi, *at, (True, True, b is not None), fused=fused)
-        return y, *first, *standardise_second(groups, xi, q, *at, fused=fused)
+        return y, *first, *standardise_second(groups, xi, q, *at, pulled=True, fused=fused)
 
     with torch.no_grad():
         found = run(x, w, b, xi, q)
         wide = [None if t is None else t.double() for t in (x, w, b, xi, q)]
         expected = run(*wide, fused=False)
-    names = ("y", "dx", "dw", "db", "t_y", "s_x", "s_w")
+    names = ("y", "dx", "dw", "db", "t_y", "s_x", "s_w", "pulled")
     pairs = zip(names, zip(found, expected, strict=True), strict=True)
     close(**{name: pair for name, pair in pairs if pair[0] is not None})
 
@@ -237,8 +237,16 @@ def test_curvature_of_activations(name, form):
     z = z.abs() + 0.3 if name in ("log", "sqrt", "rsqrt", "reciprocal") else z
     z = z.sigmoid() if name == "sigmoid" else z.tanh() if name == "tanh" else z
     params = {"softplus": (1.0, 20.0), "elu": (1.0, 1.0, 1.0)}.get(name, ())
-    found = pointwise_kernels.launch_curvature(name, z, h, xi, *params)
-    close(source=(found, second(name, z.double(), *params) * h.double() * xi.double()))
+    found, tangent, pulled = pointwise_kernels.launch_bend(name, z, h, xi, params, True, True)
+    onto = pointwise_kernels.launch_onto(name, z, h, xi, params)
+    wide, y, there = z.double(), h.double(), xi.double()
+    slope = pointwise_kernels.TABLE[name].first(wide, *params, *(0.0,) * (3 - len(params)))
+    close(
+        source=(found, second(name, wide, *params) * y * there),
+        tangent=(tangent, slope * y),
+        pulled=(pulled, slope * there),
+        onto=(onto, slope * y + there),
+    )
 
 
 # --------------------------------------------------------------- a network, node by node

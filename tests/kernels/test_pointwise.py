@@ -1,4 +1,4 @@
-"""g″(z)⊙h⊙ξ against autograd's second derivative of the stock functions."""
+"""g″(z)⊙h⊙ξ, g′(z)⊙h and g′(z)⊙ξ against autograd's derivatives of the stock functions."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from torch import Tensor
 
 from doubleback.errors import InputError
 from doubleback.kernels import pointwise, second
-from doubleback.kernels.pointwise import launch_curvature as curvature
-from doubleback.kernels.pointwise import supports
+from doubleback.kernels.pointwise import launch_bend, launch_gate, launch_onto, supports
 from support.gpu import CUDA, DEVICE, TRITON, needs_triton
 
 pytestmark = [  # raised inside Triton's interpreter
@@ -90,6 +89,16 @@ def truth(case: Case, z: Tensor, h: Tensor, xi: Tensor) -> Tensor:
     return torch.zeros_like(z) if second is None else second
 
 
+def slope(case: Case, z: Tensor, y: Tensor) -> Tensor:
+    """g′⊙y, in float64."""
+    z = z.detach().double().requires_grad_()
+    return torch.autograd.grad(case.function(z), z, y.double())[0]
+
+
+def curvature(name: str, z: Tensor, h: Tensor, xi: Tensor, *parameters: float) -> Tensor:
+    return launch_bend(name, z, h, xi, parameters)[0]
+
+
 def error(found: Tensor, exact: Tensor) -> float:
     scale = exact.abs().max().clamp_min(torch.finfo(torch.float64).tiny)
     return ((found.double() - exact).abs().max() / scale).item()
@@ -103,8 +112,16 @@ def argument(case: Case, z: Tensor) -> Tensor:
 @pytest.mark.parametrize("case", CASES, ids=LABELS)
 def test_parity_in_float64(case):
     z, h, xi = draw(case)
-    found = curvature(case.name, argument(case, z), h, xi, *case.parameters)
-    assert error(found, truth(case, z, h, xi)) <= 1e-10
+    given = (case.name, argument(case, z), h, xi, case.parameters)
+    source, tangent, pulled = launch_bend(*given, tangent=True, pulled=True)
+    assert error(source, truth(case, z, h, xi)) <= 1e-10
+    assert error(tangent, slope(case, z, h)) <= 1e-10
+    assert error(pulled, slope(case, z, xi)) <= 1e-10
+    for wanted, one in (({"tangent": True}, tangent), ({"pulled": True}, pulled)):
+        first, second = launch_bend(*given, **wanted)
+        assert torch.equal(first, source) and torch.equal(second, one)
+    there = launch_onto(case.name, argument(case, z), h, xi, case.parameters)
+    assert error(there, slope(case, z, h) + xi) <= 1e-10
 
 
 @needs_triton
@@ -123,9 +140,12 @@ def test_lower_precision(case, dtype):
         given, z = y, inverse[case.name](y.double())
     else:
         given = z
-    found = curvature(case.name, given, h, xi, *case.parameters)
-    assert found.dtype == dtype
-    assert error(found, truth(case, z, h, xi)) <= TOLERANCE[dtype]
+    found = launch_bend(case.name, given, h, xi, case.parameters, tangent=True, pulled=True)
+    found.append(launch_onto(case.name, given, h, xi, case.parameters))
+    exact = [truth(case, z, h, xi), slope(case, z, h), slope(case, z, xi)]
+    exact.append(exact[1] + xi.double())
+    assert all(t.dtype == dtype for t in found)
+    assert max(map(error, found, exact)) <= TOLERANCE[dtype]
 
 
 @needs_triton
@@ -146,10 +166,13 @@ def test_layouts(layout):
     case = CASES[LABELS.index("silu")]
     z, h, xi = (layout(t) for t in draw(case, (4, 6, 5, 3)))
     for other in (h, h.contiguous()):
-        found = curvature("silu", z, other, xi)
-        assert found.shape == z.shape
-        assert found.stride() == torch.empty_like(z).stride()
-        assert error(found, truth(case, z, other, xi)) <= 1e-10
+        found = launch_bend("silu", z, other, xi, (), tangent=True, pulled=True)
+        found.append(launch_onto("silu", z, other, xi))
+        assert all(t.shape == z.shape for t in found)
+        assert all(t.stride() == torch.empty_like(z).stride() for t in found)
+        exact = [truth(case, z, other, xi), slope(case, z, other), slope(case, z, xi)]
+        exact.append(exact[1] + xi)
+        assert max(map(error, found, exact)) <= 1e-10
 
 
 @needs_triton
@@ -159,8 +182,10 @@ def test_layouts(layout):
 def test_far_out_the_curvature_vanishes(name):
     case = next(c for c in CASES if c.name == name)
     z = torch.tensor([1e30, 300.0, -300.0, -1e30], device=DEVICE)
-    found = curvature(name, z, torch.ones_like(z), torch.ones_like(z), *case.parameters)
+    one = torch.ones_like(z)
+    found, slopes = launch_bend(name, z, one, one, case.parameters, tangent=True)
     assert found.abs().max() <= 1e-30
+    torch.testing.assert_close(slopes.double(), slope(case, z, one))
 
 
 @needs_triton
@@ -168,8 +193,9 @@ def test_far_out_the_curvature_vanishes(name):
 def test_nan_is_not_hidden(name):
     case = next(c for c in CASES if c.name == name)
     z = torch.full((3,), float("nan"), device=DEVICE)
-    found = curvature(name, z, torch.ones_like(z), torch.ones_like(z), *case.parameters)
-    assert found.isnan().all()
+    one = torch.ones_like(z)
+    for found in launch_bend(name, z, one, one, case.parameters, tangent=True, pulled=True):
+        assert found.isnan().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
@@ -188,8 +214,9 @@ def test_kinks_follow_autograd(name):
     case = next(c for c in CASES if c.name == name)
     z = torch.tensor([-3.0, 0.0, 3.0], dtype=torch.float64, device=DEVICE)
     one = torch.ones_like(z)
-    found = curvature(name, z, one, one, *case.parameters)
+    found, slopes = launch_bend(name, z, one, one, case.parameters, tangent=True)
     torch.testing.assert_close(found, truth(case, z, one, one))
+    torch.testing.assert_close(slopes, slope(case, z, one))
 
 
 @needs_triton
@@ -207,6 +234,40 @@ def test_plain_operations(case):
 
 def test_every_function_is_tested():
     assert {case.name for case in CASES} == set(pointwise.TABLE)
+
+
+@needs_triton
+@pytest.mark.parametrize("moves", ["both", "a", "b"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_a_product_of_two(dtype, moves):
+    """Everything at once and each by itself, from no more than it reads; unlike layouts."""
+    if dtype == torch.bfloat16 and not CUDA:
+        pytest.skip("the interpreter truncates 16-bit numbers")
+    torch.manual_seed(0)
+    a, b, qa, qb, xi = (torch.randn(3, 4, 5, 37).to(DEVICE, dtype) for _ in range(5))
+    qa, qb = (qa if moves != "b" else None), (qb if moves != "a" else None)
+    b = b.contiguous(memory_format=torch.channels_last)
+    wide = [None if t is None else t.double() for t in (a, b, qa, qb, xi)]
+    parts = [
+        p * q
+        for p, q in ((wide[2], wide[1]), (wide[0], wide[3]))
+        if p is not None and q is not None
+    ]
+    exact = [
+        sum(parts), None if qb is None else wide[4] * wide[3],
+        None if qa is None else wide[4] * wide[2], wide[4] * wide[1], wide[4] * wide[0],
+    ]  # fmt: skip
+    every = [e is not None for e in exact]
+    found = launch_gate((a, b, qa, qb, xi), every)
+    theirs = [e for e in exact if e is not None]
+    assert all(t.dtype == dtype for t in found)
+    assert max(map(error, found, theirs)) <= TOLERANCE[dtype]
+    reads = {0: (qb is not None, qa is not None, 1, 1, 0), 1: (0, 0, 0, 1, 1), 2: (0, 0, 1, 0, 1),
+             3: (0, 1, 0, 0, 1), 4: (1, 0, 0, 0, 1)}  # fmt: skip
+    for i in [i for i, there in enumerate(every) if there]:
+        given = [t if on else None for t, on in zip((a, b, qa, qb, xi), reads[i], strict=True)]
+        (one,) = launch_gate(given, [j == i for j in range(5)])
+        assert torch.equal(one, found[sum(every[:i])])
 
 
 def test_supports():

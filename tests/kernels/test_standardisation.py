@@ -137,16 +137,17 @@ def compute(groups: Groups, given: Drawn, route="eager", eps=1e-5) -> dict[str, 
     dx, dw, db = standardise_backward(groups, xi, *at, wanted, fused=fused)
     if route in ("triton", "two passes"):
         point = Point.of(groups, *at)
-        t_y, s_x, s_w = fused_kernels.second(point, xi, q, [True, True, w is not None])
-        tangent, _, _ = fused_kernels.second(point, None, q, [True, False, False])
+        mask = [True, True, w is not None, True]
+        t_y, s_x, s_w, pulled = fused_kernels.second(point, xi, q, mask)
+        tangent, *_ = fused_kernels.second(point, None, q, [True, False, False, False])
         if groups.kind == "batch":
             mask = [True, w is not None, b is not None]
             dx, dw, db = fused_kernels.batch_backward(point, xi, mask)
     else:
-        t_y, s_x, s_w = standardise_second(groups, xi, q, *at, fused=fused)
+        t_y, s_x, s_w, pulled = standardise_second(groups, xi, q, *at, pulled=True, fused=fused)
         tangent = tangent_alone(groups, q, *at, fused=fused)
     found = {"y": y, "dx": dx, "dw": dw, "db": db, "t_y": t_y, "s_x": s_x, "s_w": s_w}
-    found |= {"mean": mean, "rstd": rstd, "tangent": tangent}
+    found |= {"mean": mean, "rstd": rstd, "tangent": tangent, "pulled": pulled}
     return {k: t for k, t in found.items() if t is not None}
 
 
@@ -158,6 +159,7 @@ def error(found: Tensor, exact: Tensor) -> float:
 def assert_agree(found: dict, exact: dict, tolerance: float) -> None:
     errors = {k: error(found[k], exact[k]) for k in exact}
     errors["tangent"] = error(found["tangent"], exact["t_y"])
+    errors["pulled"] = error(found["pulled"], exact["dx"])
     assert max(errors.values()) <= tolerance, errors
 
 
@@ -201,6 +203,27 @@ def test_kernels_in_the_interpreter(case, route, device):
         assert_agree(compute(case.groups, given, route), exact, TOLERANCE[torch.float32])
 
 
+@pytest.mark.parametrize("route", [*ROUTES, *SLOW])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", [c for c in CASES if c.groups.kind == "batch"], ids=lambda c: c[0])
+def test_backward_adds_to_what_is_there(case, dtype, route, device):
+    given = draw(case, dtype=dtype, device=device)
+    x, w, _, xi, there = given
+    _, mean, rstd = standardise(case.groups, x, w, None, 1e-5)
+    at = (x, mean, rstd, w)
+    if route in ("triton", "two passes"):
+        point = Point.of(case.groups, *at)
+        dx, dw, _ = fused_kernels.batch_backward(point, xi, [True, True, False], there)
+    else:
+        fused = {"plain": False}.get(route)
+        wanted = (True, True, False)
+        dx, dw, _ = standardise_backward(case.groups, xi, *at, wanted, onto=there, fused=fused)
+    exact = truth(case.groups, given)
+    assert dx.dtype == dtype
+    assert error(dx, exact["dx"] + there.double()) <= TOLERANCE[dtype]
+    assert error(dw, exact["dw"]) <= TOLERANCE[dtype]
+
+
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("case", CASES, ids=NAMES)
@@ -234,7 +257,7 @@ def test_16_bit_statistics_are_taken(name, route, device):
     at = (x, mean.bfloat16(), rstd.bfloat16(), w)
     dx, _, _ = standardise_backward(case.groups, xi, *at)
     tangent = tangent_alone(case.groups, q, *at)
-    _, s_x, s_w = standardise_second(case.groups, xi, q, *at)
+    _, s_x, s_w, _ = standardise_second(case.groups, xi, q, *at)
     exact = truth(case.groups, Drawn(x, w, None, xi, q))
     found = {"dx": dx, "t_y": tangent, "s_x": s_x, "s_w": s_w}
     assert max(error(found[k], exact[k]) for k in found) <= 4 * TOLERANCE[torch.bfloat16]
@@ -376,7 +399,7 @@ def test_curvature_is_symmetric(case, route):
 @pytest.mark.parametrize("route", ["eager", "passes", "plain", *KERNELS])
 @pytest.mark.parametrize("name", ["layer 2d", "rms 2d", "batch 4d", "group 4d"])
 @pytest.mark.parametrize(
-    "mask", [(t, x, w) for t in (0, 1) for x in (0, 1) for w in (0, 1)], ids=str
+    "mask", [(t, x, w, x) for t in (0, 1) for x in (0, 1) for w in (0, 1)] + [(1, 1, 1, 0)], ids=str
 )
 def test_only_what_is_wanted(name, mask, route, device):
     case, mask = CASES[NAMES.index(name)], [bool(m) for m in mask]
@@ -387,10 +410,12 @@ def test_only_what_is_wanted(name, mask, route, device):
     at = (x, mean, rstd, w)
     if route in ("eager", "passes", "plain"):
         fused = route != "plain"
-        found = standardise_second(case.groups, xi, q, *at, mask[1:], mask[0], fused=fused)
+        found = standardise_second(
+            case.groups, xi, q, *at, mask[1:3], mask[0], pulled=mask[3], fused=fused
+        )
     else:
         found = fused_kernels.second(Point.of(case.groups, *at), xi, q, mask)
-    for key, part, want in zip(("t_y", "s_x", "s_w"), found, mask, strict=True):
+    for key, part, want in zip(("t_y", "s_x", "s_w", "dx"), found, mask, strict=True):
         assert (part is not None) == want
         assert part is None or error(part, exact[key]) <= 1e-10
 
@@ -432,7 +457,7 @@ def test_empty_batch(name):
     w = torch.ones(shape, dtype=torch.float64)
     mean = rstd = torch.ones(0, case.groups.count or 1, dtype=torch.float64)
     mean = None if case.groups.rms else mean
-    t_y, s_x, s_w = standardise_second(case.groups, x, x, x, mean, rstd, w)
+    t_y, s_x, s_w, _ = standardise_second(case.groups, x, x, x, mean, rstd, w)
     assert t_y.shape == s_x.shape == x.shape
     assert s_w.count_nonzero() == 0
 

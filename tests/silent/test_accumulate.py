@@ -6,9 +6,11 @@ import itertools
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import doubleback as db
+from doubleback.penalties import losses
 from support.stock import WEIGHT, assert_close, numbers, pair, same_training
 
 # ------------------------------------------------------------------- atoms and molecules
@@ -253,3 +255,22 @@ def test_labels_that_loss_and_penalty_share_are_checked_once(sweeps):
     assert penalty.own_loss.looked_at == 1
     with pytest.raises(db.LabelError):
         model.accumulate(torch.randn(5, 4), torch.tensor([0, 1, 3, 0, 1]))
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_a_wrong_label_where_nobody_looks_is_no_ignored_one(monkeypatch, smoothing):
+    """On a GPU only the first batches of labels are looked at."""
+    monkeypatch.setattr(losses, "_unread", lambda y: True)
+    monkeypatch.setattr(losses, "GPU_CHECKS", 0)
+    net = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    penalty = db.LossGradient("cross_entropy", label_smoothing=smoothing)
+    model = db.Penalised(net, penalty, sweeps=True)
+    x = torch.randn(4, 4, dtype=torch.float64)
+    for last, wrong in ((2, False), (-100, False), (3, True), (-1, True), (2, False), (7, True)):
+        y = torch.tensor([0, 1, 2, last])
+        out, measured = model(x, y)
+        _, loss, again = model.accumulate(x, y)
+        assert [t.isnan().item() for t in (measured, loss, again)] == [wrong] * 3
+        if not wrong:
+            values = F.cross_entropy(out, y, label_smoothing=smoothing, reduction="none")
+            torch.testing.assert_close(loss, values.mean())

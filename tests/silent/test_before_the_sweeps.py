@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import doubleback as db
@@ -27,7 +28,15 @@ def written(z):
     return y
 
 
+def shuffled(z):
+    """PyTorch's kernel keeps the memory format, and its stand-in says that it does not."""
+    images = z[:, :4, None, None] * torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    images = images.contiguous(memory_format=torch.channels_last)
+    return F.channel_shuffle(images, 2).flatten(1)[:, 3:8]
+
+
 BEFORE = {
+    "a view of what is laid out otherwise than traced": lambda: shuffled,
     "batch norm": lambda: nn.BatchNorm1d(5),
     "batch norm in eval": lambda: nn.BatchNorm1d(5).eval(),
     "writes": lambda: written,

@@ -9,9 +9,13 @@ import shutil
 import pytest
 import torch
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import doubleback as db
+from doubleback.run import inductor
 from support.stock import numbers, pair, same_training
+
+aten = torch.ops.aten
 
 compiled = pytest.mark.skipif(
     shutil.which("g++") is None and importlib.util.find_spec("triton") is None,
@@ -196,3 +200,18 @@ def test_what_is_written_is_read_before():
     torch.testing.assert_close(loss, wanted, rtol=1e-12, atol=1e-12)
     found = torch.compile(twin, backend="doubleback")(x)
     torch.testing.assert_close(found, twin(x), rtol=1e-12, atol=1e-12)
+
+
+@compiled
+def test_the_mean_of_a_part_of_a_window():
+    """Where windows reach beyond the padding, Inductor divided by the size of the whole."""
+
+    def pull(y, x, wide, deep):
+        flat = aten.avg_pool2d_backward(y, x, [3, 3], [2, 2], [1, 1], True, True, None)
+        solid = aten.avg_pool3d_backward(wide, deep, [2] * 3, [2] * 3, [1] * 3, True, True, None)
+        return flat, solid
+
+    given = [numbers(k, *size) for k, size in enumerate([[2, 3, 3], [2, 4, 4], [1] + [3] * 3])]
+    given.append(numbers(3, 1, 4, 4, 4))
+    found = inductor.compiled(make_fx(pull)(*given), True)(list(given))
+    torch.testing.assert_close(list(found), list(pull(*given)), rtol=1e-12, atol=0)

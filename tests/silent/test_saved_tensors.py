@@ -20,7 +20,17 @@ def net() -> nn.Module:
     return nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 1)).double()
 
 
+@pytest.fixture
+def awake():
+    """Before each capture TorchDynamo asks for the states of all generators, for which CUDA is
+    started where there is a GPU, whatever the tensors are on; and a checkpoint refuses to see CUDA
+    started inside, as it does around a `torch.compile` of anything."""
+    if torch.cuda.is_available():
+        torch.cuda.init()
+
+
 @pytest.mark.choice
+@pytest.mark.usefixtures("awake")
 @pytest.mark.parametrize("sweeps", [True, None])
 @pytest.mark.parametrize("rows", [0, 1])
 def test_a_call_in_a_checkpoint(sweeps, rows):

@@ -3,6 +3,7 @@
 from .arguments import (
     Arguments,
     accept_plain_keys,
+    check_choice,
     choose_output,
     is_distributed,
     is_sharded,
@@ -14,18 +15,16 @@ from .arguments import (
 )
 from .dynamo import (
     PATIENCE,
-    Surroundings,
     capture_of,
     captured_by,
     find_graph,
     first_line,
     forget,
-    hooked,
     leaving_transforms,
     refuse_modes,
     remedy,
     stopped_at,
-    teach,
     trackers_off,
 )
+from .guards import Surroundings, hooked, teach
 from .lifting import THROUGH, as_eager, assigns_data, graphs_in, kept_by_squeeze, mark

@@ -133,7 +133,12 @@ class _Places:
     spec: Any
 
     def of(self, wrt: Any) -> tuple[int, ...]:
-        places = [place for path in self._paths(wrt) for place in self._one(path)]
+        places: list[int] = []
+        for path in self._paths(wrt):
+            more = self._one(path)
+            if set(more).intersection(places):
+                raise InputError(f"wrt={wrt!r} names an input twice: {path!r} is among the others")
+            places += more
         if not places:
             raise InputError(f"wrt={wrt!r} holds no tensor")
         for i in places:
@@ -151,11 +156,9 @@ class _Places:
         return wrt if several else (wrt,)
 
     def _names(self, key: Any) -> bool:
-        return (
-            key in self.kwargs
-            or key in _names(self.net)
-            or (isinstance(key, int) and key < len(self.own))
-        )
+        if isinstance(key, str):
+            return key in self.kwargs or key in _names(self.net)
+        return isinstance(key, int) and key < len(self.own)
 
     def _one(self, path: Path) -> list[int]:
         keys = path if isinstance(path, tuple) else (path,)
@@ -165,22 +168,26 @@ class _Places:
         part = self._argument(keys[0], *numbered)
         for position, key in enumerate(keys[1:], start=1):
             if isinstance(part, int):
-                _refuse_path(path, self.leaves[part])
+                _refuse_path(path, self.leaves[part], key, [*_names(self.net), *self.kwargs])
             part = _inside(part, key, path, keys[:position])
         places = pytree.tree_leaves(part)
         return [i for i in places if isinstance(i, int) and isinstance(self.leaves[i], Tensor)]
 
     def _argument(self, key: Any, own: tuple, kwargs: Mapping[str, Any]) -> Any:
         """An argument of the network by position, by keyword or by its parameter's name."""
+        if isinstance(key, bool) or not isinstance(key, (int, str)):
+            raise InputError(
+                f"wrt={key!r} is neither a position nor a name of an argument; several are a list "
+                "of these, and a path into an argument is a tuple"
+            )
         if isinstance(key, int) and key < 0:
             raise InputError("wrt counts arguments from 0")
         names = _names(self.net)
-        if isinstance(key, str) and key not in kwargs and key in names:
-            key = names.index(key)
-        if isinstance(key, int) and key < len(own):
-            return own[key]
         if key in kwargs:
-            return kwargs[str(key)]
+            return kwargs[key]
+        place = names.index(key) if key in names else key
+        if isinstance(place, int) and place < len(own):
+            return own[place]
         here = [*names[: len(own)], *kwargs]
         if self.extras and not here:
             raise InputError(
@@ -190,7 +197,7 @@ class _Places:
             )
         raise InputError(
             f"wrt={key!r} names no argument of this call; it has {here or 'none'}"
-            f"{nearest(key, [*names, *kwargs])}"
+            f"{nearest(key, [n for n in (*names, *kwargs) if n != key])}"
             + (f" (the last {self.extras} positional ones are the penalty's)" * bool(self.extras))
         )
 
@@ -241,10 +248,11 @@ def _refuse_too_many(net: nn.Module, extras: int, given: int) -> None:
     )
 
 
-def _refuse_path(path: Any, leaf: Any) -> NoReturn:
+def _refuse_path(path: Any, leaf: Any, key: Any, names: Sequence[str]) -> NoReturn:
     kind = type(leaf).__name__
-    known = ""
-    if not isinstance(leaf, Tensor):
+    if isinstance(leaf, Tensor):
+        known = f", and {key!r} names no argument{nearest(key, names)}" * (key not in names)
+    else:
         known = (
             " that PyTorch's pytrees know: hand over a dictionary, or, for a dataclass, say "
             f"torch.utils._pytree.register_dataclass({kind}) once"
@@ -313,43 +321,68 @@ def tensors_in(result: Any, choice: Any) -> list[Tensor]:
         return tensors
     keys = choice if isinstance(choice, tuple) else (choice,)
     for key in keys:
-        if isinstance(key, str) and _nameless(result):
+        named = isinstance(result, Mapping)
+        if isinstance(key, str) and not named and _nameless(result):
             raise KeyError(key)  # an attribute that is not there TorchDynamo does not see
-        if isinstance(key, str) and not isinstance(result, Mapping):
-            result = getattr(result, key)
-        else:
-            result = result[key]
+        if isinstance(key, int) and isinstance(result, Tensor):
+            length = result.shape[0] if result.dim() else 0
+            if not -length <= key < length:
+                raise IndexError(key)
+        result = getattr(result, key) if isinstance(key, str) and not named else result[key]
     return [result]
 
 
 def _nameless(result: Any) -> bool:
-    return isinstance(result, Tensor) or type(result) in (tuple, list)
+    return isinstance(result, (Tensor, Mapping)) or type(result) in (tuple, list)
 
 
 NO_SUCH = (KeyError, IndexError, TypeError, AttributeError)  # of a choice that leads nowhere
 
 
 def names_in(result: Any, choice: Any) -> list[str]:
-    """Those that a choice could have taken where it leads nowhere, behind the part of it that
-    does not. Plain Python, too."""
+    """What is told of a choice that is no tensor: the part of it that leads nowhere and the names
+    that it could have been; or nothing, what it leads to, and the names in there. Plain Python,
+    too."""
     keys: tuple[Any, ...] = choice if isinstance(choice, tuple) else (choice,)
     for key in keys:
-        if isinstance(result, Mapping):
-            if key not in result:
-                return [str(key), *[str(name) for name in result]]
+        names = _names_of(result)
+        if isinstance(key, int) and isinstance(result, (tuple, list)):
+            names = [*range(-len(result), len(result))]
+        if key in names and (isinstance(result, Mapping) or not isinstance(key, str)):
             result = result[key]
-        elif hasattr(result, "__dataclass_fields__"):
-            if key not in result.__dataclass_fields__:
-                return [str(key), *result.__dataclass_fields__]
+        elif isinstance(key, str) and not _nameless(result) and hasattr(result, key):
             result = getattr(result, key)
         else:
-            break
-    return [""]
+            return [str(key), *[str(name) for name in names if not isinstance(name, int)]]
+    return ["", type(result).__name__, *[str(name) for name in _names_of(result)]]
+
+
+def _names_of(result: Any) -> list[Any]:
+    if isinstance(result, Mapping):
+        return list(result)
+    if isinstance(result, Tensor):
+        return []
+    if hasattr(result, "__dataclass_fields__"):
+        return list(result.__dataclass_fields__)
+    return list(result._fields) if hasattr(result, "_fields") else []
 
 
 def no_output(choice: Any, names: Sequence[str]) -> OutputChoiceError:
     """What is said then."""
-    return OutputChoiceError(f"output={choice!r} does not exist{nearest(names[0], names[1:])}")
+    if names[0]:
+        return OutputChoiceError(f"output={choice!r} does not exist{nearest(names[0], names[1:])}")
+    inside = f"; in it are {', '.join(map(repr, names[2:]))}" if names[2:] else ""
+    return OutputChoiceError(f"output={choice!r} is a {names[1]}, no tensor{inside}")
+
+
+def check_choice(choice: Any) -> None:
+    """Refuse what can choose no output of any network."""
+    for key in choice if isinstance(choice, tuple) else (choice,):
+        if isinstance(key, bool) or getattr(key, "__hash__", None) is None:
+            raise OutputChoiceError(
+                f"output={choice!r}: an output is chosen by an index, a key or an attribute's "
+                "name, or by a tuple of these, a path"
+            )
 
 
 def _collect(item: Any, tensors: list[Tensor]) -> None:
@@ -372,9 +405,9 @@ def choose_output(result: Any, choice: Any) -> Tensor:
         tensors = tensors_in(result, choice)
     except NO_SUCH as error:
         raise no_output(choice, names_in(result, choice)) from error
+    if choice is not None and not isinstance(tensors[0], Tensor):
+        raise no_output(choice, names_in(result, choice))
     only_one(tensors, choice)
-    if not isinstance(tensors[0], Tensor):
-        raise OutputChoiceError(f"output={choice!r} is a {type(tensors[0]).__name__}, no tensor")
     return tensors[0]
 
 

@@ -38,7 +38,8 @@ def check_rule(
     forward, backward, tangent, curvature, and what the planner trusts: a linear or piecewise
     linear rule has no curvature; `curves` denies none that is there; `diagonal`, `same_entries`
     and `per_example` hold; nothing is read that `reads` does not name; many seeds at once
-    (`seeded`) give what one after another do; its other `forms` likewise. wrt: which tensor
+    (`seeded`) give what one after another do; what `at_once` and `onto` give together is what comes
+    one by one; its other `forms` likewise. wrt: which tensor
     arguments are differentiated, all floating-point ones if left out. Raises `CheckError`.
 
     >>> import torch, doubleback as db
@@ -49,7 +50,7 @@ def check_rule(
     rule = rule or find_rule(op)
     sample = _Sample(op, args, kwargs, rule, wrt, seed)
     pairs = {**sample.against_autograd(), **sample.declared(), **sample.curving()}
-    rows = compare({**pairs, **sample.reading(), **sample.seeding()})
+    rows = compare({**pairs, **sample.reading(), **sample.seeding(), **sample.sharing()})
     report = CheckReport(tuple(rows), tolerance, f"{op}: rule against autograd")
     if report.passed and finite_differences:
         second = compare(sample.against_differences())
@@ -242,6 +243,32 @@ class _Sample:
                 pairs[f"declared reads, {name}, inputs {_named(live)}"] = (bare[name], theirs)
         return pairs
 
+    def sharing(self) -> dict[str, tuple[Any, Any]]:
+        """Tangent, sources and cotangents in one, and a backward that adds to what is there,
+        against the same apart."""
+        rule, call, xi, pairs = self.rule, self.call, self._pack(self.xi), {}
+        for live in self._lives():
+            q = tuple(t if on else None for t, on in zip(self.q, live, strict=True))
+            apart = self._once(call, live)
+            with torch.no_grad():
+                found = rule.at_once(call, xi, q, live, True, live) if rule.at_once else None
+                if found is not None:
+                    pushed, bent, pulled = found
+                    own = self._parts(pulled, pushed, bent)
+                    pairs |= {
+                        f"at once, {name}, inputs {_named(live)}": (own[name], part)
+                        for name, part in self._parts(*apart).items()
+                        if own[name] is not None or not name.startswith("backward")
+                    }
+                there = self._like(self.inputs[0]) if live[0] else None
+                if rule.onto is not None and there is not None:
+                    total = rule.onto(call, xi, live, there)
+                    if total is not None:
+                        whole = (apart[0][0] + there, *apart[0][1:])
+                        for i, pair in enumerate(zip(total, whole, strict=True)):
+                            pairs[f"onto, backward {i}, inputs {_named(live)}"] = pair
+        return pairs
+
     def seeding(self, seeds: int = 2) -> dict[str, tuple[Any, Any]]:
         """Many seeds at once against one after another."""
         if self.rule.seeded is None:
@@ -280,7 +307,8 @@ class _Sample:
         xi = self._pack(self.xi)
         with torch.no_grad():
             pulled = self.rule.backward(call, xi, live)
-            pushed, bent = self.rule.both(call, xi, q, live, True)
+            apart = replace(self.rule, at_once=None)
+            pushed, bent = apart.both(call, xi, q, live, True)
         return pulled, pushed, bent
 
     def _parts(self, pulled: Sequence, pushed: Any, bent: Sequence) -> dict[str, Any]:

@@ -84,7 +84,8 @@ def landscape(arguments: argparse.Namespace) -> int:
     if len(inputs) != 1 + model.penalty.extras:
         raise UsageError("a landscape takes a network of one input")
     along = _along(arguments, model, inputs)
-    path = db.landscape.follow(model.net, inputs[0], along, _span(arguments.span))
+    span = arguments.span and tuple(arguments.span)
+    path = db.landscape.follow(model.net, inputs[0], along, span)
     curve = db.landscape.penalty(path, model.penalty, *inputs[1:])
     verdict = db.landscape.judge(curve)
     print(json.dumps(verdict.as_dict(), indent=2) if arguments.json else verdict)
@@ -110,10 +111,6 @@ def _load(name: str, option: str) -> Tensor:
     if not isinstance(tensor, Tensor):
         raise UsageError(f"{option}: {name} holds a {type(tensor).__name__}, not a tensor")
     return tensor
-
-
-def _span(given: list[float] | None) -> tuple[float, float] | None:
-    return None if given is None else (given[0], given[1])
 
 
 def _along(arguments: argparse.Namespace, model: db.Penalised, inputs: tuple[Tensor, ...]):
@@ -255,7 +252,8 @@ def doctor(arguments: argparse.Namespace) -> int:
         report["patch"] = {"works": False, "reason": str(error)}
     report["sweeps"] = _tried(False, "cpu")
     if not arguments.no_compile:
-        report["compiler"] = {name: _tried(True, name) for name in _kinds()}
+        kinds = ("cpu", *("cuda",) * torch.cuda.is_available())
+        report["compiler"] = {name: _tried(True, name) for name in kinds}
     if arguments.json:
         print(json.dumps(report, indent=2))
     else:
@@ -284,10 +282,6 @@ def _versions() -> dict[str, str | None]:
 
         versions["triton"] = triton.__version__
     return {name: version for name, version in versions.items() if version}
-
-
-def _kinds() -> list[str]:
-    return ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
 
 def _threads() -> str:

@@ -41,7 +41,6 @@ from ..graph import many, memory, saving_hooks_off
 from ..kernels import batched
 from ..patch import hold_patch, patched_where_known, unread_by
 from ..run import no_autocast, quiet, sound
-from .functions import is_linear
 from .loss import held_modules
 from .region import (
     Pieces,
@@ -50,6 +49,7 @@ from .region import (
     base_of,
     depends_on,
     fake_mode_of,
+    is_linear,
     look,
     lost_write,
     on_tape,
@@ -560,9 +560,8 @@ def _watch(function: Any, region: CompiledRegion) -> None:
 class RegionCall:
     """One call of a region by its passes.
 
-    values: what is kept by name that is no tensor. waiting: of each backward pass under way, what
-    `RegionBackward` left for `RegionForward`: (values for the pass `second`, gradients of inputs,
-    inputs that the pass comes to).
+    waiting: of each backward pass under way, what `RegionBackward` left for `RegionForward`:
+    (values for the pass `second`, gradients of inputs, inputs that the pass comes to).
     """
 
     def __init__(
@@ -570,22 +569,10 @@ class RegionCall:
     ) -> None:
         self.region, self.stages, self.numbers = region, stages, numbers
         self.held = Held(inputs)
-        self.values: dict[str, Any] = {}
-        self.tensors: list[str] = []
         self.viewed: list[int] = []  # inputs of which views are kept
         self.outputs: list[Any] = []  # sizes, dtype and device of those on the tape
         self.gradients: list[Any] = [_kind(inputs[i]) for i in stages.wanted]
         self.waiting: dict[int, list[tuple[dict[str, Any], dict[int, Any], set[int]]]] = {}
-
-    def keep(self, values: dict[str, Any], names: Sequence[str]) -> list[str]:
-        """The names of tensors among these; what is none is kept here."""
-        tensors = []
-        for name in names:
-            if isinstance(values[name], Tensor):
-                tensors.append(name)
-            else:
-                self.values[name] = values[name]
-        return tensors
 
     def leave(self, *what: Any) -> None:
         self.waiting.setdefault(current_graph_task_id(), []).append(what)  # type: ignore[arg-type]
@@ -600,6 +587,48 @@ class RegionCall:
     def along(self, grads: Sequence[Tensor | None]) -> list[Tensor]:
         """Cotangents of the outputs on the tape, zeros where there are none."""
         return _filled([grads[i] for i in self.stages.on_tape], self.outputs)
+
+
+class Kept:
+    """What a pass keeps for those after it.
+
+    watched: names of tensors that others have too, which autograd is given (`tensors`): it notices
+    that somebody writes there. All else is ours alone, and is freed at its last use; autograd would
+    hold it until the whole pass has run.
+    """
+
+    def __init__(
+        self, values: dict[str, Any], names: Sequence[str], shared: Sequence[Tensor]
+    ) -> None:
+        everything = _torch.top_saved_tensors_hooks(True) is not None  # which are to see it
+        others = set(map(memory, shared))
+        self._own: dict[str, Any] | None = {}
+        self.watched: list[str] = []
+        self.tensors: list[Tensor] = []
+        for name in names:
+            t = values[name]
+            if isinstance(t, Tensor) and (everything or memory(t) in others):
+                self.watched.append(name)
+                self.tensors.append(t)
+            else:
+                self._own[name] = t
+
+    def saved(self) -> list[Tensor]:
+        """For autograd to hold from now on."""
+        tensors, self.tensors = self.tensors, []
+        return tensors
+
+    def take(self, saved: Sequence[Tensor], free: bool) -> dict[str, Any]:
+        """All by name, from what autograd gives back. free: nobody else will ask."""
+        if self._own is None:
+            raise StaleGraphError(
+                "backward again after one that failed, which had used up the values of a compiled "
+                "region: run forward again"
+            )
+        values = {**self._own, **dict(zip(self.watched, saved, strict=True))}
+        if free:
+            self._own = None
+        return values
 
 
 def _kind(t: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
@@ -631,8 +660,10 @@ def _keep_apart(
     own = {memory(t): t for t in outputs}
     given = {memory(t): i for i, t in enumerate(inputs) if isinstance(t, Tensor)}
     viewed = set()
-    for name in call.tensors:
+    for name in call.stages.kept:
         t = values[name]
+        if not isinstance(t, Tensor):
+            continue
         where = memory(t)
         if where in own and t is not own[where]:
             values[name] = t.clone()
@@ -662,12 +693,13 @@ class RegionForward(torch.autograd.Function):
         if written:
             foreach_copy_([inputs[i] for i in stages.written], written)
         values.update(zip(map(str, stages.forward.results), outputs, strict=False))
-        call.tensors = names = call.keep(values, stages.kept)
         _keep_apart(call, values, inputs, outputs)
+        given = [t for t in inputs if isinstance(t, Tensor)]
+        call.kept = Kept(values, stages.kept, [*given, *outputs])
         call.outputs = [_kind(outputs[i]) for i in stages.on_tape]
         token = torch.empty(0, device=outputs[0].device if outputs else None)
         ctx.call, ctx.tensors = call, [False, *(isinstance(t, Tensor) for t in inputs)]
-        ctx.save_for_backward(token, *[values[name] for name in names])
+        ctx.save_for_backward(token, *call.kept.saved())
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(
             *(t for t, on in zip(outputs, stages.layout.on_tape, strict=True) if not on)
@@ -682,7 +714,8 @@ class RegionForward(torch.autograd.Function):
         stages = call.stages
         token, *tensors = ctx.saved_tensors
         call.held.check(call.viewed)
-        values = {**call.values, **dict(zip(call.tensors, tensors, strict=True))}
+        free = not (get_current_graph_task_keep_graph() or torch.is_grad_enabled())
+        values = call.kept.take(tensors, free)
         left = call.left()
         gradients: dict[int, Any] = {}
         any_given = any(t is not None for t in grads)
@@ -693,18 +726,23 @@ class RegionForward(torch.autograd.Function):
                 gradients = _sum(gradients, ready)
             return None, *(gradients.get(i) for i in range(len(ctx.tensors) - 1))
         along = call.along(grads)
+        runs = sum(1 for waiting, *_ in left if waiting and stages.second is not None)
         for waiting, ready, behind in left:
             gradients = _sum(gradients, ready)
             if not waiting or stages.second is None:
                 continue
+            runs -= 1
             last = along if any_given else [torch.zeros_like(t) for t in along]
             own = {**values, **waiting, **stages.dense("last", last)}
+            waiting.clear()
+            if not runs:
+                values.clear()
             places = (behind | call.reached(grads)) if any_given else behind
-            more: Any = zip(stages.trained, stages.second(own), strict=True)
+            more: Any = zip(stages.trained, stages.second(own, free), strict=True)
             gradients = _sum(gradients, {i: t for i, t in more if i in places})
             any_given = False  # what has come in at the outputs is in the first of them
         if any_given:
-            gradients = _sum(gradients, _first(call, values, grads))
+            gradients = _sum(gradients, _first(call, values, grads, free))
         if not get_current_graph_task_keep_graph():
             call.held.free()
         return None, *(gradients.get(i) for i in range(len(ctx.tensors) - 1))
@@ -721,16 +759,17 @@ def _close_to_dynamo() -> None:
 
 
 def _first(
-    call: RegionCall, values: dict[str, Any], grads: Sequence[Tensor | None]
+    call: RegionCall, values: dict[str, Any], grads: Sequence[Tensor | None], free: bool
 ) -> dict[int, Any]:
-    """Gradients of all inputs, of first order alone."""
+    """Gradients of all inputs, of first order alone. free: nobody reads these values again."""
     stages = call.stages
     if stages.first is None:
         return {}
     with quiet():
         stages.first.run  # noqa: B018  where it is compiled now, it may ask more about sizes
     if stages.fits(call.numbers) and not batched():
-        gradients = stages.first({**values, **stages.dense("only", call.along(grads))})
+        values.update(stages.dense("only", call.along(grads)))
+        gradients = stages.first(values, free)
         places = call.reached(grads)
         return {i: t for i, t in zip(stages.trained, gradients, strict=True) if i in places}
     else:
@@ -780,9 +819,10 @@ class RegionBackward(torch.autograd.Function):
             gradients = stages.backward(own)
         read = () if stages.tangent is None else stages.tangent.needs
         names = [*stages.kept_by_backward, *(n for n in read if n in values)]
-        ctx.numbers = {n: own[n] for n in names if not isinstance(own[n], Tensor)}
-        ctx.names = [n for n in names if isinstance(own[n], Tensor)]
-        ctx.save_for_backward(*along, *[own[n] for n in ctx.names])
+        shared = [*along, *(g for g in gradients if g is not None)]
+        shared += [values[n] for n in call.kept.watched]
+        ctx.kept = Kept(own, names, shared)
+        ctx.save_for_backward(*along, *ctx.kept.saved())
         return tuple(gradients)
 
     @staticmethod
@@ -803,7 +843,7 @@ class RegionBackward(torch.autograd.Function):
             if goes_on:
                 call.leave({}, by_inputs, set())
             return None, None, None, None, *by_along
-        values = {**call.values, **ctx.numbers, **dict(zip(ctx.names, saved, strict=True))}
+        values = ctx.kept.take(saved, not get_current_graph_task_keep_graph())
         values.update(stages.dense("across", _filled(across, call.gradients)))
         by_along = [None] * ctx.count
         if stages.tangent is not None:

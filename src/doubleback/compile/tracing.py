@@ -32,7 +32,6 @@ from ..kernels import for_compiler
 from ..patch import patched_where_known
 from ..rules import drawn_in_place
 from ..run import boxed, clean, laid_out, no_autocast, sound
-from .functions import on_functions
 from .region import (
     Layout,
     RegionCode,
@@ -43,6 +42,7 @@ from .region import (
     is_random,
     look,
     nodes_of,
+    on_functions,
     sizes_from,
 )
 
@@ -272,10 +272,12 @@ class Stage:
         if self.inductor is None or not self.computes:
             clean(module)
             return boxed(module)
-        floats = {f"input_{i}": t for i, t in self.stand.floats().items()}
-        examples = [
-            floats.get(n.name, n.meta["val"]) for n in self.graph.nodes if n.op == "placeholder"
-        ]
+        floats = {f"input_{i}": number for i, number in self.stand.floats.items()}
+        given = [n for n in self.graph.nodes if n.op == "placeholder"]
+        examples = [n.meta["val"] for n in given]
+        for n, t in zip(given, examples, strict=True):
+            if n.name in floats:
+                t.item_memo = floats[n.name]
         context = _torch.TracingContext(self.stand.fakes)
         with torch.no_grad(), no_autocast(), _torch.tracing(context), sound():
             run = _torch.compile_fx(
@@ -285,12 +287,15 @@ class Stage:
             )
         return laid_out(self.graph, examples, run)  # type: ignore[arg-type]
 
-    def __call__(self, values: dict[str, Any]) -> list[Any]:
+    def __call__(self, values: dict[str, Any], free: bool = False) -> list[Any]:
+        """free: what the pass reads is taken out of `values`, and freed at its last use."""
+        given = {name: values[name] for name in self.given}
+        take = values.pop if free else values.__getitem__
         with torch.no_grad(), no_autocast():
-            computed = self.run([values[name] for name in self.reads])
+            computed = self.run([take(name) for name in self.reads])
             values.update(zip(self.computes, computed, strict=True))
-            own = {name: values[name].clone() for name in self.given}
-        return [None if n is None else own.get(n, values[n]) for n in self.results]
+            own = {name: t.clone() for name, t in given.items()}
+        return [None if n is None else own[n] if n in own else values[n] for n in self.results]
 
 
 class Stages:
@@ -309,9 +314,16 @@ class Stages:
         self.written, self.wanted, self.moving = tuple(written), tuple(wanted), moving
         self.stand = stand = StandIns(code, numbers)
         self.trained = [i for i, on in enumerate(code.required) if on]
+        try:
+            self._make()
+        finally:
+            stand.forget_callers()
+
+    def _make(self) -> None:
+        stand = self.stand
         self._behind: list[list[frozenset[int] | None]]
         with stand.fakes, stand.env.ignore_fresh_unbacked_symbols():
-            self.layout: Layout = look(code, stand.inputs, stand.draws)
+            self.layout: Layout = look(self.code, stand.inputs, stand.draws)
             with torch.enable_grad():
                 self.outputs = self._examples()
         self.on_tape = [i for i, on in enumerate(self.layout.on_tape) if on]
@@ -412,6 +424,8 @@ class Stages:
         seen: dict[str, Any] = {}
 
         def run(*flat: Any) -> list[Any]:
+            for i, number in stand.floats.items():  # copies, which have forgotten it
+                flat[i].item_memo = number
             with _torch.FunctionalTensorMode():
                 wrapped = [_torch.to_fun(t) if isinstance(t, Tensor) else t for t in flat]
                 passes = self._passes(*_split(wrapped, counts))

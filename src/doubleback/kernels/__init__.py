@@ -32,10 +32,13 @@ from .launch import (
     opaque,
 )
 from .pointwise import (
+    Gate,
     cleared,
     constant_over_places,
     curvature,
-    fused_curvature,
+    fused_bend,
+    fused_gate,
+    fused_onto,
     fused_softmax,
     plus_over_places,
     second,
@@ -54,6 +57,7 @@ from .products import (
 from .standardisation import (
     Groups,
     Point,
+    adds_onto,
     affine,
     backward_now,
     batch_norm_now,

@@ -1,12 +1,13 @@
-"""g″ of smooth activations by name, the curvature source g″(z)⊙h⊙ξ of a coordinate-wise g
-(theory §2), that of softmax along rows (theory §4), and what a mask lets through.
+"""g′ and g″ of smooth activations by name: the curvature source g″(z)⊙h⊙ξ of a coordinate-wise g
+(theory §2), with it the tangent g′⊙h and the cotangent g′⊙ξ, and g′⊙γ added to what is there; the
+source of softmax along rows (theory §4), and what a mask lets through.
 
-On CUDA the source is one Triton kernel: it reads three tensors and writes one, 8 bytes per entry in
-bfloat16. Elsewhere it is plain tensor operations. Arithmetic is float32 for 16-bit tensors. Kinks
-follow autograd.
+On CUDA source, tangent and cotangent are one Triton kernel: it reads three tensors and writes as
+many as are wanted. Elsewhere they are plain tensor operations. Arithmetic is float32 for 16-bit
+tensors. Kinks follow autograd.
 
-Every g″ is written once, in + − × ÷ and the few functions of `_WORDS`, and serves tensors and the
-kernel alike (`_in_triton`).
+Every g′ and g″ is written once, in + − × ÷ and the few functions of `_WORDS`, and serves tensors
+and the kernels alike (`_in_triton`).
 """
 
 # pyright: reportInvalidTypeForm=false
@@ -29,11 +30,11 @@ BLOCK = 1024
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
-# g″ ----------------------------------------------------------------------------------------------
+# g′ and g″ ---------------------------------------------------------------------------------------
 #
 # Each takes three parameters, used or not. y: from the output of g, else from its input z.
 
-exp, sigmoid, where, clamp = torch.exp, torch.sigmoid, torch.where, torch.clamp
+exp, erf, sigmoid, where, clamp = torch.exp, torch.erf, torch.sigmoid, torch.where, torch.clamp
 sin, cos = torch.sin, torch.cos
 
 
@@ -42,14 +43,31 @@ def complement(s, z):
     return 1 - s
 
 
-def _gelu(z, a, b, c):
+def _gelu_1(z, a, b, c):
+    """Φ(z) + zφ(z)"""
+    z = clamp(z, -64, 64)  # beyond, it is 0 and 1
+    density = exp(-0.5 * z * z) * 0.3989422804014327
+    return 0.5 + 0.5 * erf(z * 0.7071067811865476) + z * density
+
+
+def _gelu_2(z, a, b, c):
     """(2 − z²)·exp(−z²/2)/√(2π)"""
     z = clamp(z, -64, 64)  # beyond, exp is 0
     square = z * z
     return (2 - square) * exp(-0.5 * square) * 0.3989422804014327
 
 
-def _gelu_tanh(z, a, b, c):
+def _gelu_tanh_1(z, a, b, c):
+    """½(1 + t) + ½z(1 − t²)u′, t = tanh(u), u = √(2/π)(z + 0.044715z³)"""
+    z = clamp(z, -32, 32)  # beyond, it is 0 and 1
+    square = z * z
+    u = 0.7978845608028654 * z * (1 + 0.044715 * square)
+    slope = 0.7978845608028654 * (1 + 0.134145 * square)
+    s = sigmoid(2 * u)  # t = 2s − 1
+    return s + 2 * z * s * complement(s, 2 * u) * slope
+
+
+def _gelu_tanh_2(z, a, b, c):
     """(1 − t²)(u′ + ½zu″ − ztu′²), t = tanh(u), u = √(2/π)(z + 0.044715z³)"""
     z = clamp(z, -32, 32)  # beyond, 1 − t² is 0
     square = z * z
@@ -60,25 +78,51 @@ def _gelu_tanh(z, a, b, c):
     return 4 * s * complement(s, 2 * u) * (slope + bent - z * (2 * s - 1) * slope * slope)
 
 
-def _silu(z, a, b, c):
+def _silu_1(z, a, b, c):
+    """σ(1 + z(1 − σ))"""
+    z = clamp(z, -1e4, 1e4)  # beyond, it is 0 and 1
+    s = sigmoid(z)
+    return s * (1 + z * complement(s, z))
+
+
+def _silu_2(z, a, b, c):
     """σ(1 − σ)(2 + z(1 − 2σ))"""
     s = sigmoid(z)
     return s * complement(s, z) * (2 + z * (1 - 2 * s))
 
 
-def _softplus(z, beta, threshold, c):
+def _softplus_1(z, beta, threshold, c):
+    """σ(βz) up to the threshold, 1 above"""
+    return where(beta * z > threshold, 1, sigmoid(beta * z))
+
+
+def _softplus_2(z, beta, threshold, c):
     """βσ(βz)(1 − σ(βz)) below the threshold"""
     s = sigmoid(beta * z)
     return where(beta * z >= threshold, 0, beta * s * complement(s, beta * z))
 
 
-def _logsigmoid(z, a, b, c):
+def _logsigmoid_1(z, a, b, c):
+    """1 − σ(z)"""
+    return complement(sigmoid(z), z)
+
+
+def _logsigmoid_2(z, a, b, c):
     """−σ(z)(1 − σ(z))"""
     s = sigmoid(z)
     return -s * complement(s, z)
 
 
-def _mish(z, a, b, c):
+def _mish_1(z, a, b, c):
+    """t + zt′, t = tanh(log(1 + eᶻ)): t′ = (1 − t²)σ"""
+    z = clamp(z, -1000, 40)  # beyond, it is 0 and 1
+    e, s = exp(z), sigmoid(z)
+    whole = e * e + 2 * e + 2  # t = 1 − 2/whole = (e² + 2e)/whole, 1 − t² = 4((1 + e)/whole)²
+    ratio = (1 + e) / whole
+    return e * (e + 2) / whole + 4 * z * s * ratio * ratio
+
+
+def _mish_2(z, a, b, c):
     """2t′ + zt″, t = tanh(log(1 + eᶻ)): t′ = (1 − t²)σ, t″ = (1 − t²)σ(1 − σ − 2tσ)"""
     z = clamp(z, -1000, 40)  # beyond, t′ and t″ are 0
     e, s = exp(z), sigmoid(z)
@@ -88,80 +132,142 @@ def _mish(z, a, b, c):
     return 4 * ratio * ratio * s * (2 + z * bend)
 
 
-def _elu(z, alpha, scale, inner):
+def _elu_1(z, alpha, scale, inner):
+    """s for z > 0, s·α·i·exp(iz) up to 0, s and i the scales of output and input"""
+    return where(z > 0, scale, scale * alpha * inner * exp(inner * clamp(z, -1e30, 0)))
+
+
+def _elu_2(z, alpha, scale, inner):
     """s·α·i²·exp(iz) for z < 0, s and i the scales of output and input"""
     return where(z >= 0, 0, scale * alpha * inner * inner * exp(inner * z))
 
 
-def _hardswish(z, a, b, c):
+def _hardswish_1(z, a, b, c):
+    """0 up to −3, ⅓z + ½ between, 1 from 3 on"""
+    return where(z <= -3, 0, where(z < 3, z / 3 + 0.5, 1))
+
+
+def _hardswish_2(z, a, b, c):
     """⅓ for |z| < 3"""
     return (z * z < 9).to(z.dtype) / 3
 
 
-def _sin(z, a, b, c):
+def _sin_1(z, a, b, c):
+    """cos(z)"""
+    return cos(z)
+
+
+def _sin_2(z, a, b, c):
     """−sin(z)"""
     return -sin(z)
 
 
-def _cos(z, a, b, c):
+def _cos_1(z, a, b, c):
+    """−sin(z)"""
+    return -sin(z)
+
+
+def _cos_2(z, a, b, c):
     """−cos(z)"""
     return -cos(z)
 
 
-def _sigmoid(y, a, b, c):
+def _sigmoid_1(y, a, b, c):
+    """y(1 − y)"""
+    return y * (1 - y)
+
+
+def _sigmoid_2(y, a, b, c):
     """y(1 − y)(1 − 2y)"""
     return y * (1 - y) * (1 - 2 * y)
 
 
-def _tanh(y, a, b, c):
+def _tanh_1(y, a, b, c):
+    """1 − y²"""
+    return 1 - y * y
+
+
+def _tanh_2(y, a, b, c):
     """−2y(1 − y²)"""
     return -2 * y * (1 - y * y)
 
 
-def _exp(y, a, b, c):
+def _exp_1(y, a, b, c):
     """y"""
     return y
 
 
-def _log(z, a, b, c):
+def _exp_2(y, a, b, c):
+    """y"""
+    return y
+
+
+def _log_1(z, a, b, c):
+    """1/z"""
+    return 1 / z
+
+
+def _log_2(z, a, b, c):
     """−1/z²"""
     return -1 / (z * z)
 
 
-def _sqrt(y, a, b, c):
+def _sqrt_1(y, a, b, c):
+    """1/(2y)"""
+    return 0.5 / y
+
+
+def _sqrt_2(y, a, b, c):
     """−1/(4y³)"""
     return -0.25 / (y * y * y)
 
 
-def _rsqrt(y, a, b, c):
+def _rsqrt_1(y, a, b, c):
+    """−½y³"""
+    return -0.5 * y * y * y
+
+
+def _rsqrt_2(y, a, b, c):
     """¾y⁵"""
     return 0.75 * y * y * y * y * y
 
 
-def _reciprocal(y, a, b, c):
+def _reciprocal_1(y, a, b, c):
+    """−y²"""
+    return -y * y
+
+
+def _reciprocal_2(y, a, b, c):
     """2y³"""
     return 2 * y * y * y
 
 
-# name: (g″, names of its parameters)
-TABLE: dict[str, tuple[Any, ...]] = {
-    "gelu": (_gelu,),
-    "gelu_tanh": (_gelu_tanh,),
-    "silu": (_silu,),
-    "softplus": (_softplus, "beta", "threshold"),
-    "logsigmoid": (_logsigmoid,),
-    "mish": (_mish,),
-    "elu": (_elu, "alpha", "scale", "input_scale"),
-    "hardswish": (_hardswish,),
-    "sin": (_sin,),
-    "cos": (_cos,),
-    "sigmoid": (_sigmoid,),  # y
-    "tanh": (_tanh,),  # y
-    "exp": (_exp,),  # y
-    "log": (_log,),
-    "sqrt": (_sqrt,),  # y
-    "rsqrt": (_rsqrt,),  # y
-    "reciprocal": (_reciprocal,),  # y
+class Derivatives(NamedTuple):
+    """g′, g″ and the names of their parameters."""
+
+    first: Callable
+    second: Callable
+    parameters: tuple[str, ...] = ()
+
+
+TABLE = {
+    "gelu": Derivatives(_gelu_1, _gelu_2),
+    "gelu_tanh": Derivatives(_gelu_tanh_1, _gelu_tanh_2),
+    "silu": Derivatives(_silu_1, _silu_2),
+    "softplus": Derivatives(_softplus_1, _softplus_2, ("beta", "threshold")),
+    "logsigmoid": Derivatives(_logsigmoid_1, _logsigmoid_2),
+    "mish": Derivatives(_mish_1, _mish_2),
+    "elu": Derivatives(_elu_1, _elu_2, ("alpha", "scale", "input_scale")),
+    "hardswish": Derivatives(_hardswish_1, _hardswish_2),
+    "sin": Derivatives(_sin_1, _sin_2),
+    "cos": Derivatives(_cos_1, _cos_2),
+    "sigmoid": Derivatives(_sigmoid_1, _sigmoid_2),  # y
+    "tanh": Derivatives(_tanh_1, _tanh_2),  # y
+    "exp": Derivatives(_exp_1, _exp_2),  # y
+    "log": Derivatives(_log_1, _log_2),
+    "sqrt": Derivatives(_sqrt_1, _sqrt_2),  # y
+    "rsqrt": Derivatives(_rsqrt_1, _rsqrt_2),  # y
+    "reciprocal": Derivatives(_reciprocal_1, _reciprocal_2),  # y
 }
 
 
@@ -175,7 +281,7 @@ def second(name: str, v: Tensor, *parameters: float) -> Tensor:
     >>> second("elu", torch.zeros(1) - 1e-9, 2.0, 1.0, 1.0)
     tensor([2.])
     """
-    return TABLE[name][0](v, *_three(parameters))
+    return TABLE[name].second(v, *_three(parameters))
 
 
 # In Triton ---------------------------------------------------------------------------------------
@@ -184,6 +290,11 @@ def second(name: str, v: Tensor, *parameters: float) -> Tensor:
 @jit
 def _triton_exp(z):
     return tl.exp(z)
+
+
+@jit
+def _triton_erf(z):
+    return tl.erf(z)
 
 
 @jit
@@ -219,6 +330,7 @@ def _triton_cos(z):
 
 _WORDS = {
     "exp": _triton_exp,
+    "erf": _triton_erf,
     "sigmoid": _triton_sigmoid,
     "complement": _triton_complement,
     "where": _triton_where,
@@ -230,29 +342,51 @@ _WORDS = {
 
 
 def _in_triton(function: Callable) -> Any:
-    """A g″ as a kernel's function: the same code, whose words are Triton's."""
+    """A g′ or g″ as a kernel's function: the same code, whose words are Triton's."""
     return jit(FunctionType(function.__code__, {**globals(), **_WORDS}, function.__name__))
 
 
-_KERNELS = {name: _in_triton(function) for name, (function, *_) in TABLE.items()}
+_KERNELS = {name: [_in_triton(g) for g in entry[:2]] for name, entry in TABLE.items()}
 
 
 @jit
-def _curvature_kernel(
-    z_ptr, h_ptr, xi_ptr, out_ptr, n,
-    SECOND: tl.constexpr, A: tl.constexpr, B: tl.constexpr, C: tl.constexpr,
-    ACC: tl.constexpr, SIZE: tl.constexpr,
+def _bend_kernel(
+    z_ptr, h_ptr, xi_ptr, s_ptr, t_ptr, dx_ptr, n,
+    FIRST: tl.constexpr, SECOND: tl.constexpr, A: tl.constexpr, B: tl.constexpr, C: tl.constexpr,
+    ACC: tl.constexpr, SIZE: tl.constexpr, TANGENT: tl.constexpr, PULLED: tl.constexpr,
 ):  # fmt: skip
+    """g″⊙h⊙ξ, g′⊙h and g′⊙ξ."""
     at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
     live = at < n
     z = tl.load(z_ptr + at, mask=live, other=1).to(ACC)
     h = tl.load(h_ptr + at, mask=live, other=0).to(ACC)
     xi = tl.load(xi_ptr + at, mask=live, other=0).to(ACC)
-    tl.store(out_ptr + at, SECOND(z, A, B, C) * h * xi, mask=live)
+    tl.store(s_ptr + at, SECOND(z, A, B, C) * h * xi, mask=live)
+    if TANGENT or PULLED:
+        slope = FIRST(z, A, B, C)
+        if TANGENT:
+            tl.store(t_ptr + at, slope * h, mask=live)
+        if PULLED:
+            tl.store(dx_ptr + at, slope * xi, mask=live)
+
+
+@jit
+def _onto_kernel(
+    z_ptr, y_ptr, there_ptr, out_ptr, n,
+    FIRST: tl.constexpr, A: tl.constexpr, B: tl.constexpr, C: tl.constexpr,
+    ACC: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """g′⊙y + what is there."""
+    at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    live = at < n
+    z = tl.load(z_ptr + at, mask=live, other=1).to(ACC)
+    y = tl.load(y_ptr + at, mask=live, other=0).to(ACC)
+    there = tl.load(there_ptr + at, mask=live, other=0).to(ACC)
+    tl.store(out_ptr + at, FIRST(z, A, B, C) * y + there, mask=live)
 
 
 def supports(name: str, *tensors: Tensor) -> bool:
-    """Whether `launch_curvature` can run: CUDA tensors of one shape, and Triton is there."""
+    """Whether the kernels can run: CUDA tensors of one shape, and Triton is there."""
     first = tensors[0]
     return (
         name in TABLE
@@ -262,55 +396,76 @@ def supports(name: str, *tensors: Tensor) -> bool:
     )
 
 
-def launch_curvature(name: str, z: Tensor, h: Tensor, xi: Tensor, *params: float) -> Tensor:
-    """g″(z)⊙h⊙ξ by the kernel, laid out like z, in z's dtype.
+def launch_bend(
+    name: str, z: Tensor, h: Tensor, xi: Tensor, params: Sequence[float] = (),
+    tangent: bool = False, pulled: bool = False,
+) -> list[Tensor]:  # fmt: skip
+    """[g″(z)⊙h⊙ξ], then g′(z)⊙h and g′(z)⊙ξ where wanted, by one kernel; laid out like z, in z's
+    dtype.
 
-    >>> launch_curvature("softplus", z, h, xi, 1.0, 20.0)  # doctest: +SKIP
+    >>> launch_bend("softplus", z, h, xi, (1.0, 20.0))  # doctest: +SKIP
     """
-    key = (name, params, look(z), look(h), look(xi))
-    plan = planned(_plans, key, lambda: _CurvaturePlan.of(name, z, h, xi, *params))
+    key = (name, *params, tangent, pulled, look(z), look(h), look(xi))
+    make = lambda: _PointwisePlan.of(  # noqa: E731
+        _bend_kernel, name, params, (z, h, xi), TANGENT=tangent, PULLED=pulled
+    )
+    plan = planned(_plans, key, make)
+    results = [torch.empty_like(z) if want else None for want in (True, tangent, pulled)]
+    plan((z, h, xi), results)
+    return [t for t in results if t is not None]
+
+
+def launch_onto(
+    name: str, z: Tensor, y: Tensor, there: Tensor, params: Sequence[float] = ()
+) -> Tensor:
+    """g′(z)⊙y + there by one kernel, laid out like z, in z's dtype."""
+    key = (name, *params, look(z), look(y), look(there))
+    make = lambda: _PointwisePlan.of(_onto_kernel, name, params, (z, y, there))  # noqa: E731
     out = torch.empty_like(z)
-    if plan.launch is not None:
-        given = (z, h, xi)
-        if plan.copies is not None:
-            pairs = zip(given, plan.copies, strict=True)
-            given = (torch.empty_like(out).copy_(t) if copy else t for t, copy in pairs)
-        plan.launch(*given, out)
+    planned(_plans, key, make)((z, y, there), [out])
     return out
 
 
-class _CurvaturePlan(NamedTuple):
-    """How a call is launched, and which of z, h, ξ are first laid out like the result."""
+class _PointwisePlan(NamedTuple):
+    """How a call is launched, and which of its tensors are first laid out like the results."""
 
     launch: Launch | None
-    copies: tuple[bool, bool, bool] | None
+    copies: tuple[bool, ...] | None
 
     @classmethod
-    def of(cls, name: str, z: Tensor, h: Tensor, xi: Tensor, *params: float) -> "_CurvaturePlan":
+    def of(
+        cls, kernel: Any, name: str, params: Sequence[float], given: Sequence[Tensor], **flags: bool
+    ) -> "_PointwisePlan":
         _check(name, params)
-        size, out = z.numel(), torch.empty_like(z)
+        size, out = given[0].numel(), torch.empty_like(given[0])
         if not size:
             return cls(None, None)
         a, b, c = _three(params)
-        wide = accumulation(z.dtype) == torch.float64
+        wide = accumulation(out.dtype) == torch.float64
+        first, second = _KERNELS[name]
+        used = {"FIRST": first, "SECOND": second} if kernel is _bend_kernel else {"FIRST": first}
         launch = Launch(
-            _curvature_kernel, (triton.cdiv(size, BLOCK),), (size,), SECOND=_KERNELS[name],
-            A=a, B=b, C=c, SIZE=BLOCK, ACC=tl.float64 if wide else tl.float32,
+            kernel, (triton.cdiv(size, BLOCK),), (size,), **used, A=a, B=b, C=c,
+            ACC=tl.float64 if wide else tl.float32, SIZE=BLOCK, **flags,
         )  # fmt: skip
-        copies = (
-            not _same_layout(z, out),
-            not _same_layout(h, out),
-            not _same_layout(xi, out),
-        )
+        copies = tuple([not _same_layout(t, out) for t in given])
         return cls(launch, copies if any(copies) else None)
 
+    def __call__(self, given: Sequence[Tensor], results: Sequence[Tensor | None]) -> None:
+        if self.launch is None:
+            return
+        if self.copies is not None:
+            pairs, like = zip(given, self.copies, strict=True), given[0]
+            given = [torch.empty_like(like).copy_(t) if copy else t for t, copy in pairs]
+        self.launch(*given, *results)
 
-_plans: dict[Any, _CurvaturePlan] = {}
+
+_plans: dict[Any, _PointwisePlan] = {}
 
 
 def _check(name: str, params: Sequence[float]) -> None:
-    if name not in TABLE or len(params) != len(TABLE[name][1:]):
-        known = "; ".join(" ".join((n, *rest)) for n, (_, *rest) in TABLE.items())
+    if name not in TABLE or len(params) != len(TABLE[name].parameters):
+        known = "; ".join(" ".join((n, *entry.parameters)) for n, entry in TABLE.items())
         raise InputError(
             f"curvature: no function {name!r} of {len(params)} parameters; known are {known}"
         )
@@ -333,28 +488,51 @@ def curvature(name: str, z: Tensor, h: Tensor, xi: Tensor) -> Tensor:
     tensor([1.])
     """
     if launch.eager(z, h, xi) and supports(name, z, h, xi):
-        return launch_curvature(name, z, h, xi)
+        return launch_bend(name, z, h, xi)[0]
     return (second(name, lifted(z)) * lifted(h) * lifted(xi)).to(z.dtype)
 
 
-def _launch(name: str, z: Tensor, h: Tensor, xi: Tensor, params: Sequence[float]) -> Tensor:
-    return launch_curvature(name, z, h, xi, *params)
-
-
 launch.opaque(
-    "curvature(str name, Tensor z, Tensor h, Tensor xi, float[] params) -> Tensor",
-    _launch,
-    lambda name, z, h, xi, params: torch.empty_like(z),
+    "bend(str name, Tensor z, Tensor h, Tensor xi, float[] params, bool tangent, bool pulled) "
+    "-> Tensor[]",
+    launch_bend,
+    lambda name, z, h, xi, params, tangent, pulled: [
+        torch.empty_like(z) for _ in range(1 + tangent + pulled)
+    ],
+)
+launch.opaque(
+    "slope_onto(str name, Tensor z, Tensor y, Tensor there, float[] params) -> Tensor",
+    launch_onto,
+    lambda name, z, y, there, params: torch.empty_like(z),
 )
 
 
-def fused_curvature(name: str, z: Tensor, h: Tensor, xi: Tensor, *params: float) -> Tensor | None:
-    """The same in the form that the sweeps need now; None where they write the formula out."""
+def fused_bend(
+    name: str, z: Tensor, h: Tensor, xi: Tensor, params: Sequence[float], tangent: bool,
+    pulled: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None] | None:  # fmt: skip
+    """Source, tangent and cotangent in the form that the sweeps need now; None where they write the
+    formulas out."""
     if launch.fusing() or not launch.on_cuda(z, h, xi) or not supports(name, z, h, xi):
         return None
-    if launch.being_flattened():  # one node of the flattened sweeps
-        return torch.ops.doubleback.curvature(name, z, h, xi, [float(p) for p in params])
-    return launch_curvature(name, z, h, xi, *params)
+    if (tangent and h.dtype is not z.dtype) or (pulled and xi.dtype is not z.dtype):
+        return None
+    flat = launch.being_flattened()  # one node of the flattened sweeps
+    run = torch.ops.doubleback.bend if flat else launch_bend
+    source, *rest = run(name, z, h, xi, [float(p) for p in params], tangent, pulled)
+    return source, rest.pop(0) if tangent else None, rest.pop() if pulled else None
+
+
+def fused_onto(
+    name: str, z: Tensor, y: Tensor, there: Tensor, params: Sequence[float]
+) -> Tensor | None:
+    """g′⊙y + there, likewise."""
+    if launch.fusing() or not launch.on_cuda(z, y, there) or not supports(name, z, y, there):
+        return None
+    if not z.dtype is y.dtype is there.dtype:
+        return None
+    run = torch.ops.doubleback.slope_onto if launch.being_flattened() else launch_onto
+    return run(name, z, y, there, [float(p) for p in params])
 
 
 def cleared(flat: Tensor, y: Tensor, zero: Tensor | float = 0.0) -> Tensor:
@@ -460,6 +638,119 @@ def _planned_over_places(left: Tensor, right: Tensor, op: Callable) -> tuple[boo
 
 
 _places_plans: dict[Any, tuple[bool, Launch] | None] = {}
+
+
+# A product of two, entry by entry -----------------------------------------------------------------
+
+
+@jit
+def _gate_kernel(
+    a_ptr, b_ptr, qa_ptr, qb_ptr, xi_ptr, t_ptr, sa_ptr, sb_ptr, xa_ptr, xb_ptr, n,
+    QA: tl.constexpr, QB: tl.constexpr, TANGENT: tl.constexpr, SA: tl.constexpr, SB: tl.constexpr,
+    XA: tl.constexpr, XB: tl.constexpr, ACC: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """t = qₐ⊙b + a⊙q_b, sources ξ⊙q_b and ξ⊙qₐ, cotangents ξ⊙b and ξ⊙a."""
+    at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    live = at < n
+    t = tl.zeros((SIZE,), ACC)
+    a, b, xi = t, t, t
+    if SA or SB or XA or XB:
+        xi = tl.load(xi_ptr + at, mask=live, other=0).to(ACC)
+    if (TANGENT and QA) or XA:
+        b = tl.load(b_ptr + at, mask=live, other=0).to(ACC)
+    if (TANGENT and QB) or XB:
+        a = tl.load(a_ptr + at, mask=live, other=0).to(ACC)
+    if QA:
+        qa = tl.load(qa_ptr + at, mask=live, other=0).to(ACC)
+        if TANGENT:
+            t += qa * b
+        if SB:
+            tl.store(sb_ptr + at, xi * qa, mask=live)
+    if QB:
+        qb = tl.load(qb_ptr + at, mask=live, other=0).to(ACC)
+        if TANGENT:
+            t += a * qb
+        if SA:
+            tl.store(sa_ptr + at, xi * qb, mask=live)
+    if TANGENT:
+        tl.store(t_ptr + at, t, mask=live)
+    if XA:
+        tl.store(xa_ptr + at, xi * b, mask=live)
+    if XB:
+        tl.store(xb_ptr + at, xi * a, mask=live)
+
+
+Gate = tuple[Tensor | None, ...]  # of (t, sₐ, s_b, ξₐ, ξ_b) or of (a, b, qₐ, q_b, ξ)
+
+
+def launch_gate(given: Sequence[Tensor | None], wanted: Sequence[bool]) -> list[Tensor]:
+    """Those of (t, sₐ, s_b, ξₐ, ξ_b) that are wanted, from (a, b, qₐ, q_b, ξ), by one kernel. What
+    no wanted result reads may be None."""
+    key = (*wanted, *map(look, given))
+    launch, copies, like = planned(_gate_plans, key, lambda: _planned_gate(given, wanted))
+    laid = given[like]
+    assert laid is not None
+    results = [torch.empty_like(laid) if want else None for want in wanted]
+    if copies is not None:
+        pairs = zip(given, copies, strict=True)
+        given = [torch.empty_like(laid).copy_(t) if copy else t for t, copy in pairs]  # type: ignore[arg-type]
+    if launch is not None:
+        launch(*given, *results)
+    return [t for t in results if t is not None]
+
+
+def _planned_gate(
+    given: Sequence[Tensor | None], wanted: Sequence[bool]
+) -> tuple[Launch | None, tuple[bool, ...] | None, int]:
+    """The launch, which tensors are first laid out like the results, and which is laid out so."""
+    like = next(i for i, t in enumerate(given) if t is not None)
+    laid = given[like]
+    assert laid is not None
+    out = torch.empty_like(laid)
+    copies = tuple([t is not None and not _same_layout(t, out) for t in given])
+    launch = None
+    if out.numel():
+        names = ("TANGENT", "SA", "SB", "XA", "XB")
+        launch = Launch(
+            _gate_kernel, (triton.cdiv(out.numel(), BLOCK),), (out.numel(),),
+            QA=given[2] is not None, QB=given[3] is not None,
+            **dict(zip(names, map(bool, wanted), strict=True)),
+            ACC=tl.float64 if accumulation(out.dtype) == torch.float64 else tl.float32, SIZE=BLOCK,
+        )  # fmt: skip
+    return launch, copies if any(copies) else None, like
+
+
+_gate_plans: dict[Any, Any] = {}
+
+
+launch.opaque(
+    "gate(Tensor? a, Tensor? b, Tensor? qa, Tensor? qb, Tensor? xi, bool[] wanted) -> Tensor[]",
+    lambda a, b, qa, qb, xi, wanted: launch_gate((a, b, qa, qb, xi), wanted),
+    lambda a, b, qa, qb, xi, wanted: [
+        torch.empty_like(next(t for t in (a, b, qa, qb, xi) if t is not None))
+        for want in wanted
+        if want
+    ],
+)
+
+
+def fused_gate(given: Sequence[Tensor | None], wanted: Sequence[bool]) -> Gate | None:
+    """The same in the form that the sweeps need now, None for what is not wanted; None as a whole
+    where they write the formulas out."""
+    tensors = [t for t in given if t is not None]
+    if launch.fusing() or launch.batched() or not launch.on_cuda(*tensors):
+        return None
+    first = tensors[0]
+    if any(t.shape != first.shape or t.dtype is not first.dtype for t in tensors):
+        return None
+    if first.dtype not in DTYPES or any(map(is_functorch_wrapped_tensor, tensors)):
+        return None
+    if not any(wanted) or not available():
+        return None
+    wanted = [bool(want) for want in wanted]
+    flat = launch.being_flattened()
+    found = iter(torch.ops.doubleback.gate(*given, wanted) if flat else launch_gate(given, wanted))
+    return tuple([next(found) if want else None for want in wanted])
 
 
 # Softmax along rows ------------------------------------------------------------------------------

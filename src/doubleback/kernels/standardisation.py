@@ -8,7 +8,9 @@ With P(u) = u − mean(u) − x̂·mean(u⊙x̂), which is self-adjoint (RMS nor
 The second derivative along q, with g = w⊙ξ, a = mean(g⊙x̂), c = mean(q⊙x̂) and
 φ = mean(g⊙rP(q)) = r(mean(g⊙q) − mean(g)mean(q) − ac), is
 
-    s_x = ∂_x⟨ξ, w⊙rP(q)⟩ = −r²(cP(g) + aP(q)) − rφx̂,    s_w = Σ ξ⊙rP(q).
+    s_x = ∂_x⟨ξ, w⊙rP(q)⟩ = −r²(cP(g) + aP(q)) − rφx̂,    s_w = Σ ξ⊙rP(q),
+
+and dx = (∂y/∂x)*ξ comes out on the way.
 
 All functions are pure functions of tensors. x may be float64, float32, bfloat16 or float16, and
 the parameters may have another dtype than x; statistics are float32 (float64 for float64). Layer
@@ -37,6 +39,7 @@ from .launch import batched, eager
 
 
 Three = tuple[Tensor | None, Tensor | None, Tensor | None]
+Second = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]  # t_y, s_x, s_w, dx
 
 
 @dataclass(frozen=True)
@@ -205,17 +208,19 @@ def standardise_backward(
     weight: Tensor | None,
     wanted: Sequence[bool] = (True, True, True),
     *,
+    onto: Tensor | None = None,
     fused: bool | None = None,
 ) -> Three:
     """dx = rP(w⊙ξ), dw = Σ ξ⊙x̂, db = Σ ξ; None for what is not wanted.
 
-    Without a weight there is no dw; db then has x's dtype.
+    Without a weight there is no dw; db then has x's dtype. `onto`: a tensor like x that dx is added
+    to.
     """
     fused = eager(xi, x, weight) if fused is None else fused
     mask = [wanted[0], wanted[1] and weight is not None, wanted[2]]
     at = Point.of(groups, x, mean, rstd, weight)
     if fused and _summed_slowly(groups, x) and launch.available():
-        return standardisation_triton.batch_backward(at, xi, mask)
+        return standardisation_triton.batch_backward(at, xi, mask, onto)
     if groups.rms and not (fused and x.is_cuda):  # RMS norm's backward kernel is CUDA only
         compute = rms_backward_on_cpu if fused and x.is_cpu else rms_backward_formula
         grads = compute(at.in_statistics_dtype(), xi, mask)
@@ -224,7 +229,10 @@ def standardise_backward(
         grads = stock_backward(at._replace(x=held, weight=w), xi, mask)
     dx, dw, db = (g if want else None for g, want in zip(grads, mask, strict=True))
     like = x if weight is None else weight
-    return cast(dx, x), cast(dw, like), cast(db, like)
+    dx = cast(dx, x)
+    if dx is not None and onto is not None:
+        dx = dx.add_(onto)
+    return dx, cast(dw, like), cast(db, like)
 
 
 # Entries from which on a batch norm by kernels of our own is quicker than by PyTorch's: where what
@@ -253,15 +261,17 @@ def standardise_second(
     wanted: Sequence[bool] = (True, True),
     tangent: bool = True,
     *,
+    pulled: bool = False,
     fused: bool | None = None,
-) -> Three:
-    """t_y = w⊙rP(q) with the curvature sources s_x = ∂_x⟨ξ, t_y⟩ and s_w = ∂_w⟨ξ, t_y⟩.
+) -> Second:
+    """t_y = w⊙rP(q), the curvature sources s_x = ∂_x⟨ξ, t_y⟩ and s_w = ∂_w⟨ξ, t_y⟩, and, where
+    `pulled` beside s_x, dx = rP(w⊙ξ).
 
     None for what is not wanted, and for s_w without a weight. xi may be None when neither
     source is wanted.
     """
     fused = eager(xi, q, x, weight) if fused is None else fused
-    mask = [tangent, wanted[0], wanted[1] and weight is not None]
+    mask = [tangent, wanted[0], wanted[1] and weight is not None, pulled and wanted[0]]
     if xi is None and any(mask[1:]):
         raise InputError("standardise_second: s_x and s_w need the cotangent xi, which is None")
     if fused and mean is not None and mask[1] and _is_small(groups, xi, q, x, rstd, weight):
@@ -271,8 +281,9 @@ def standardise_second(
     if fused and x.is_cuda and x.numel() and launch.available():
         return standardisation_triton.second(at, xi, q, mask)
     compute = second_on_cpu if fused and x.is_cpu and x.numel() else second_formula
-    t_y, s_x, s_w = compute(at.in_statistics_dtype(), q if xi is None else xi, q, mask)
-    return cast(t_y, x), cast(s_x, x), None if weight is None else cast(s_w, weight)
+    t_y, s_x, s_w, dx = compute(at.in_statistics_dtype(), q if xi is None else xi, q, mask)
+    s_w = None if weight is None else cast(s_w, weight)
+    return cast(t_y, x), cast(s_x, x), s_w, cast(dx, x)
 
 
 # Differentiable to any order ---------------------------------------------------------------------
@@ -329,7 +340,7 @@ def standardise_again(
     g = xi
     if weight is not None:
         g = (groups.split(xi) * groups.spread(weight.to(xi.dtype), x)).reshape(x.shape)
-    dx, _, _ = second_formula(at, g, g, [True, False, False])
+    dx, *_ = second_formula(at, g, g, [True, False, False, False])
     x_hat, _, _ = spread(at)
     dw, db = (parameter_sum(at, u) for u in (groups.split(xi) * x_hat, groups.split(xi)))
     like = x if weight is None else weight
@@ -446,7 +457,7 @@ def rms_backward_formula(at: Point, xi: Tensor, mask: Sequence[bool]) -> Three:
     return dx, dw, parameter_sum(at, xi) if mask[2] else None
 
 
-def second_formula(at: Point, xi: Tensor, q: Tensor, mask: Sequence[bool]) -> Three:
+def second_formula(at: Point, xi: Tensor, q: Tensor, mask: Sequence[bool]) -> Second:
     """t_y = w⊙t with t = rP(q), s_x = −r(rc(g − mean(g)) + at + (φ − rca)x̂), s_w = Σ ξ⊙t.
 
     φ and s_w come from Σξ, Σξ⊙x̂ and Σξ⊙q, so that all sums read (ξ, q, x) in one pass.
@@ -467,18 +478,19 @@ def second_formula(at: Point, xi: Tensor, q: Tensor, mask: Sequence[bool]) -> Th
     t = (q - mean_q - c * x_hat) * r
     t_y = (w * t).reshape(shape) if mask[0] else None
     if not any(mask[1:]):
-        return t_y, None, None
+        return t_y, None, None, None
     xi_1, xi_x, xi_q = cell(xi), cell(xi * x_hat), cell(xi * q)
-    s_x = s_w = None
+    s_x = s_w = dx = None
     if mask[1]:
         mean_g, a = zero if groups.rms else average(w * xi_1), average(w * xi_x)
         phi = r * (average(w * xi_q) - mean_g * mean_q - a * c)
         s_x = -r * (r * c * (w * xi - mean_g) + a * t + (phi - r * c * a) * x_hat)
         s_x = s_x.reshape(shape)
+        dx = (r * (w * xi - mean_g - a * x_hat)).reshape(shape) if mask[3] else None
     if mask[2]:
         s_w = r * (xi_q - mean_q * xi_1 - c * xi_x) if within else xi * t
         s_w = parameter_sum(at, s_w)
-    return t_y, s_x, s_w
+    return t_y, s_x, s_w, dx
 
 
 # Few passes over memory, for the CPU; x in the statistics' dtype ---------------------------------
@@ -543,9 +555,14 @@ def rms_backward_on_cpu(at: Point, xi: Tensor, mask: list[bool]) -> Three:
     return dx, *_row_sums(at, xi, mask[1:])
 
 
-def second_on_cpu(at: Point, xi: Tensor, q: Tensor, mask: Sequence[bool]) -> Three:
+def second_on_cpu(at: Point, xi: Tensor, q: Tensor, mask: Sequence[bool]) -> Second:
     """`second_formula` in about ten passes over memory, with one tensor beside the results."""
     xi, q = at.like_x(xi), at.like_x(q)
+    dx = None
+    if mask[3]:
+        pull = rms_backward_on_cpu if at.groups.rms else stock_backward
+        weight = None if at.weight is None else at.weight.contiguous()
+        dx, _, _ = pull(at._replace(weight=weight), xi, [True, False, False])
     rows, w = at.groups.kind == "rows", at.weight
     c = _group_mean(at, _cell_sums(at, q)[0]) if mask[1] or at.groups.rms else None
     t = _projected(at, q, c)
@@ -559,7 +576,7 @@ def second_on_cpu(at: Point, xi: Tensor, q: Tensor, mask: Sequence[bool]) -> Thr
             s_w = s_w if rows else s_w.sum(0)
         if c is not None and mask[1]:
             s_x = _source_on_cpu(at, g, dots, t, c)
-    return times_weight(at.groups, t, w) if mask[0] else None, s_x, s_w
+    return times_weight(at.groups, t, w) if mask[0] else None, s_x, s_w, dx
 
 
 def _source_on_cpu(at: Point, g: Tensor, dots: Tensor, t: Tensor, c: Tensor) -> Tensor:
@@ -601,7 +618,7 @@ def _is_small(groups: Groups, xi, q: Tensor, x: Tensor, rstd: Tensor, weight) ->
     return alike and x.is_contiguous() and xi.is_contiguous() and q.is_contiguous()
 
 
-def _second_of_small_rows(at: Point, xi: Tensor, q: Tensor, mask: Sequence[bool]) -> Three:
+def _second_of_small_rows(at: Point, xi: Tensor, q: Tensor, mask: Sequence[bool]) -> Second:
     groups, x, mean, r, w = at
     shape = list(groups.shape)
     axes = list(range(x.dim() - len(shape), x.dim()))
@@ -613,10 +630,10 @@ def _second_of_small_rows(at: Point, xi: Tensor, q: Tensor, mask: Sequence[bool]
     s_x = torch.addcmul(c * y, a, t).addcmul_(phi, x_hat).mul_(-r)
     s_w = (xi * t).sum_to_size(shape) if mask[2] else None
     t_y = None if not mask[0] else t if w is None else t.mul_(w)
-    return t_y, s_x, s_w
+    return t_y, s_x, s_w, y if mask[3] else None
 
 
-def _second_of_small_batch(at: Point, xi: Tensor, q: Tensor, mask: Sequence[bool]) -> Three:
+def _second_of_small_batch(at: Point, xi: Tensor, q: Tensor, mask: Sequence[bool]) -> Second:
     _, x, mean, r, w = at
     lay, axes = (-1, *[1] * (x.dim() - 2)), [0, *range(2, x.dim())]
     how = (x, None, None, None, mean, r, True, 0.0, [True, True, False])
@@ -630,7 +647,8 @@ def _second_of_small_batch(at: Point, xi: Tensor, q: Tensor, mask: Sequence[bool
     s_x = torch.addcmul(constant.view(lay), x, on_x.view(lay))
     s_x = s_x.addcmul_(t, (by * a).view(lay)).addcmul_(y, (by * c).view(lay))
     t_y = None if not mask[0] else t if w is None else t.mul_(w.view(lay))
-    return t_y, s_x, s_w if mask[2] else None
+    dx = None if not mask[3] else y if w is None else y.mul_(w.view(lay))
+    return t_y, s_x, s_w if mask[2] else None, dx
 
 
 _SECOND_WHEN_SMALL = {"rows": _second_of_small_rows, "batch": _second_of_small_batch}
@@ -644,40 +662,44 @@ _groups = lru_cache(Groups)
 def _launch(
     xi: Tensor | None, q: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor,
     weight: Tensor | None, kind: str, shape: Sequence[int], count: int, rms: bool,
-    wanted: Sequence[bool], tangent: bool,
+    wanted: Sequence[bool], tangent: bool, pulled: bool,
 ) -> list[Tensor]:  # fmt: skip
     results = standardise_second(
         _groups(kind, tuple(shape), count, rms), xi, q, x, mean, rstd, weight, wanted, tangent,
-        fused=True,
+        pulled=pulled, fused=True,
     )  # fmt: skip
     return [t for t in results if t is not None]
 
 
-def _fake(xi, q, x, mean, rstd, weight, kind, shape, count, rms, wanted, tangent):
+def _fake(xi, q, x, mean, rstd, weight, kind, shape, count, rms, wanted, tangent, pulled):
     form = Groups(kind, tuple(shape), count, rms).layout(x)
-    shapes = [torch.empty_like(x, memory_format=form) for need in (tangent, wanted[0]) if need]
-    if wanted[1] and weight is not None:
-        shapes.append(torch.empty_like(weight))
-    return shapes
+
+    def like_x(*needs: bool) -> list[Tensor]:
+        return [torch.empty_like(x, memory_format=form) for need in needs if need]
+
+    s_w = [torch.empty_like(weight)] if wanted[1] and weight is not None else []
+    return [*like_x(tangent, wanted[0]), *s_w, *like_x(pulled and wanted[0])]
 
 
 launch.opaque(
     "standardise_second(Tensor? xi, Tensor q, Tensor x, Tensor? mean, Tensor rstd, "
-    "Tensor? weight, str kind, int[] shape, int count, bool rms, bool[] wanted, bool tangent) "
-    "-> Tensor[]",
+    "Tensor? weight, str kind, int[] shape, int count, bool rms, bool[] wanted, bool tangent, "
+    "bool pulled) -> Tensor[]",
     _launch,
     _fake,
 )
 
 
 def _launch_backward(
-    xi: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, wanted: Sequence[bool]
-) -> list[Tensor]:
-    grads = standardise_backward(Groups.batch_norm(), xi, x, mean, rstd, weight, wanted, fused=True)
+    xi: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None,
+    wanted: Sequence[bool], onto: Tensor | None,
+) -> list[Tensor]:  # fmt: skip
+    at = (Groups.batch_norm(), xi, x, mean, rstd, weight)
+    grads = standardise_backward(*at, wanted, onto=onto, fused=True)
     return [g for g in grads if g is not None]
 
 
-def _fake_backward(xi, x, mean, rstd, weight, wanted):
+def _fake_backward(xi, x, mean, rstd, weight, wanted, onto):
     shapes = []
     if wanted[0]:
         shapes.append(torch.empty_like(x, memory_format=Groups.batch_norm().layout(x)))
@@ -688,7 +710,7 @@ def _fake_backward(xi, x, mean, rstd, weight, wanted):
 
 launch.opaque(
     "batch_norm_backward(Tensor xi, Tensor x, Tensor mean, Tensor rstd, Tensor? weight, "
-    "bool[] wanted) -> Tensor[]",
+    "bool[] wanted, Tensor? onto) -> Tensor[]",
     _launch_backward,
     _fake_backward,
 )
@@ -747,35 +769,42 @@ def _recorded() -> bool:
 
 def backward_now(
     groups: Groups, xi: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor,
-    weight: Tensor | None, wanted: Sequence[bool],
+    weight: Tensor | None, wanted: Sequence[bool], onto: Tensor | None = None,
 ) -> Three:  # fmt: skip
     """`standardise_backward` in the form that the sweeps need now."""
     own = _summed_slowly(groups, x) or (groups.kind == "batch" and x.is_cpu)
     if not (own and _recorded()):
         return standardise_backward(
-            groups, xi, x, mean, rstd, weight, wanted, fused=not launch.fusing()
+            groups, xi, x, mean, rstd, weight, wanted, onto=onto, fused=not launch.fusing()
         )
     mask = (wanted[0], wanted[1] and weight is not None, wanted[2])
-    grads = iter(torch.ops.doubleback.batch_norm_backward(xi, x, mean, rstd, weight, list(mask)))
+    at = (xi, x, mean, rstd, weight)
+    grads = iter(torch.ops.doubleback.batch_norm_backward(*at, list(mask), onto))
     dx, dw, db = (next(grads) if want else None for want in mask)
     return dx, dw, db
 
 
+def adds_onto(groups: Groups, x: Tensor, onto: Tensor) -> bool:
+    """Whether `backward_now` adds to such a tensor in passing."""
+    alike = onto.dtype is x.dtype and onto.shape == x.shape
+    return alike and not launch.fusing() and _summed_slowly(groups, x) and launch.available()
+
+
 def second_now(
     groups: Groups, xi: Tensor | None, q: Tensor, x: Tensor, mean: Tensor | None, rstd: Tensor,
-    weight: Tensor | None, wanted: Sequence[bool], tangent: bool,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    weight: Tensor | None, wanted: Sequence[bool], tangent: bool, pulled: bool = False,
+) -> Second:  # fmt: skip
     """`standardise_second` in the form that the sweeps need now."""
     if not _recorded():
         return standardise_second(
-            groups, xi, q, x, mean, rstd, weight, wanted, tangent, fused=not launch.fusing()
-        )
+            groups, xi, q, x, mean, rstd, weight, wanted, tangent, pulled=pulled,
+            fused=not launch.fusing(),
+        )  # fmt: skip
     results = torch.ops.doubleback.standardise_second(
         xi, q, x, mean, rstd, weight, groups.kind, list(groups.shape), groups.count, groups.rms,
-        list(wanted), tangent,
+        list(wanted), tangent, pulled,
     )  # fmt: skip
     rest = iter(results)
-    has_weight = wanted[1] and weight is not None
-    t_y = next(rest) if tangent else None
-    s_x = next(rest) if wanted[0] else None
-    return t_y, s_x, next(rest) if has_weight else None
+    mask = (tangent, wanted[0], wanted[1] and weight is not None, pulled and wanted[0])
+    t_y, s_x, s_w, dx = (next(rest) if want else None for want in mask)
+    return t_y, s_x, s_w, dx

@@ -6,7 +6,8 @@
 | two passes | strided or longer groups                       | x, q, ξ twice; t_y, s_x: 8 units |
 
 A unit is the size of one entry: 10 or 16 bytes in bfloat16. Where t_y or s_x is not wanted it is
-one unit less; the tangent alone takes 3 or 5. Partial sums go to small buffers and are added in
+one unit less, and one more where dx = rP(w⊙ξ) is wanted beside them; the tangent alone takes 3 or
+5, and what it is to be added to one more. Partial sums go to small buffers and are added in
 a fixed order, without atomics: equal input, equal bits.
 
 In two passes x is seen as (O, C, S), with any strides: O examples, C channels, S entries.
@@ -31,7 +32,7 @@ from ..dtypes import accumulation
 from .launch import Launch, jit, look, planned, power_of_two, resident, tl, triton
 
 if TYPE_CHECKING:
-    from .standardisation import Groups, Point, Three
+    from .standardisation import Groups, Point, Second, Three
 
 LONGEST = 8192  # entries of a row that is kept in registers: more of them spill
 TILE = 2048  # entries that a program holds at a time, where it can choose
@@ -50,17 +51,18 @@ def _tangent(q, x_hat, r, mean_q, c):
 
 @jit
 def _source(g, t, x_hat, r, mean_g, a, c, phi):
-    """s_x = −r²(cP(g) + aP(q)) − rφx̂ with t = rP(q)."""
-    return -r * (r * c * (g - mean_g - a * x_hat) + a * t + phi * x_hat)
+    """s_x = −r²(cP(g) + aP(q)) − rφx̂ with t = rP(q), and dx = rP(g)."""
+    dx = r * (g - mean_g - a * x_hat)
+    return -r * (c * dx + a * t + phi * x_hat), dx
 
 
 @jit
 def rows_kernel(
-    xi_ptr, q_ptr, x_ptr, mean_ptr, rstd_ptr, w_ptr, t_y_ptr, s_x_ptr, s_w_ptr, rows, per_example,
-    channels, length,
+    xi_ptr, q_ptr, x_ptr, mean_ptr, rstd_ptr, w_ptr, t_y_ptr, s_x_ptr, dx_ptr, onto_ptr, s_w_ptr,
+    rows, per_example, channels, length,
     ROWS: tl.constexpr, CHANNELS: tl.constexpr, LENGTH: tl.constexpr, ACC: tl.constexpr,
     RMS: tl.constexpr, AFFINE: tl.constexpr, PER_ENTRY: tl.constexpr, TANGENT: tl.constexpr,
-    SOURCE: tl.constexpr, WEIGHTED: tl.constexpr,
+    SOURCE: tl.constexpr, WEIGHTED: tl.constexpr, PULLED: tl.constexpr, ONTO: tl.constexpr,
 ):  # fmt: skip
     entry = tl.arange(0, CHANNELS * LENGTH)
     channel, place = entry // LENGTH, entry % LENGTH
@@ -92,7 +94,10 @@ def rows_kernel(
         else:
             w = same_w
         if TANGENT:
-            tl.store(t_y_ptr + at, w * t, mask=live)
+            t_y = w * t
+            if ONTO:
+                t_y += tl.load(onto_ptr + at, mask=live, other=0).to(ACC)
+            tl.store(t_y_ptr + at, t_y, mask=live)
         if SOURCE or WEIGHTED:
             xi = tl.load(xi_ptr + at, mask=live, other=0).to(ACC)
             if SOURCE:
@@ -102,7 +107,10 @@ def rows_kernel(
                     mean_g = tl.sum(g, 1)[:, None] / m
                 a = tl.sum((g - mean_g) * x_hat, 1)[:, None] / m
                 phi = tl.sum(g * t, 1)[:, None] / m
-                tl.store(s_x_ptr + at, _source(g, t, x_hat, r, mean_g, a, c, phi), mask=live)
+                s_x, dx = _source(g, t, x_hat, r, mean_g, a, c, phi)
+                tl.store(s_x_ptr + at, s_x, mask=live)
+                if PULLED:
+                    tl.store(dx_ptr + at, dx, mask=live)
             if WEIGHTED and PER_ENTRY:
                 total += xi * t
             if WEIGHTED and not PER_ENTRY:
@@ -124,7 +132,8 @@ def sums_kernel(
     example_stride, channel_stride, entry_stride, inner, per_set, channels_per_group, parts,
     CHANNELS: tl.constexpr, ENTRIES: tl.constexpr, ACC: tl.constexpr, RMS: tl.constexpr,
     AFFINE: tl.constexpr, PER_ENTRY: tl.constexpr, TANGENT: tl.constexpr, SOURCE: tl.constexpr,
-    WEIGHTED: tl.constexpr, AT_ONCE: tl.constexpr,
+    WEIGHTED: tl.constexpr, PULLED: tl.constexpr, ONTO: tl.constexpr,
+    AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """Σq, Σq⊙x̂, Σξ, Σξ⊙x̂, Σξ⊙q over cells; with a weight per entry, w⊙ξ in place of ξ.
 
@@ -184,7 +193,8 @@ def combine_kernel(
     parts, m,
     CHANNELS: tl.constexpr, PARTS: tl.constexpr, ACC: tl.constexpr, RMS: tl.constexpr,
     AFFINE: tl.constexpr, PER_ENTRY: tl.constexpr, TANGENT: tl.constexpr, SOURCE: tl.constexpr,
-    WEIGHTED: tl.constexpr, TOTALS: tl.constexpr,
+    WEIGHTED: tl.constexpr, PULLED: tl.constexpr, ONTO: tl.constexpr,
+    TOTALS: tl.constexpr,
 ):  # fmt: skip
     """mean(q), c, mean(g), a, φ of one group, and s_w of its channels.
 
@@ -251,14 +261,14 @@ def combine_kernel(
 
 @jit
 def apply_kernel(
-    xi_ptr, q_ptr, x_ptr, mean_ptr, rstd_ptr, w_ptr, t_y_ptr, s_x_ptr, s_w_ptr, values_ptr,
-    groups, examples, channels, entries, example_stride, channel_stride, entry_stride, inner,
-    per_set, channels_per_group, parts,
+    xi_ptr, q_ptr, x_ptr, mean_ptr, rstd_ptr, w_ptr, t_y_ptr, s_x_ptr, dx_ptr, onto_ptr, s_w_ptr,
+    values_ptr, groups, examples, channels, entries, example_stride, channel_stride, entry_stride,
+    inner, per_set, channels_per_group, parts,
     CHANNELS: tl.constexpr, ENTRIES: tl.constexpr, ACC: tl.constexpr, RMS: tl.constexpr,
     AFFINE: tl.constexpr, PER_ENTRY: tl.constexpr, TANGENT: tl.constexpr, SOURCE: tl.constexpr,
-    WEIGHTED: tl.constexpr,
+    WEIGHTED: tl.constexpr, PULLED: tl.constexpr, ONTO: tl.constexpr,
 ):  # fmt: skip
-    """t_y and s_x from the five numbers of each group; Σ ξ⊙t where each entry has its weight."""
+    """t_y, s_x, dx from the five numbers of each group; Σ ξ⊙t where each entry has its weight."""
     chunks = tl.cdiv(entries, ENTRIES)
     part, rest = tl.program_id(0) % parts, tl.program_id(0) // parts
     start, block = (rest % chunks) * ENTRIES, rest // chunks
@@ -289,15 +299,20 @@ def apply_kernel(
         q = tl.load(q_ptr + at, mask=live, other=0).to(ACC)
         t = _tangent(q, x_hat, r, mean_q, c)
         if TANGENT:
-            tl.store(t_y_ptr + at, w * t, mask=live)
+            t_y = w * t
+            if ONTO:
+                t_y += tl.load(onto_ptr + at, mask=live, other=0).to(ACC)
+            tl.store(t_y_ptr + at, t_y, mask=live)
         if SOURCE or (WEIGHTED and PER_ENTRY):
             xi = tl.load(xi_ptr + at, mask=live, other=0).to(ACC)
             if SOURCE:
                 mean_g = tl.load(value + 2 * groups, mask=known, other=0)[:, None]
                 a = tl.load(value + 3 * groups, mask=known, other=0)[:, None]
                 phi = tl.load(value + 4 * groups, mask=known, other=0)[:, None]
-                s_x = _source(w * xi, t, x_hat, r, mean_g, a, c, phi)
+                s_x, dx = _source(w * xi, t, x_hat, r, mean_g, a, c, phi)
                 tl.store(s_x_ptr + at, s_x, mask=live)
+                if PULLED:
+                    tl.store(dx_ptr + at, dx, mask=live)
             if WEIGHTED and PER_ENTRY:
                 total += xi * t
     if WEIGHTED and PER_ENTRY:
@@ -428,6 +443,8 @@ class _Kind(NamedTuple):
     tangent: bool
     source: bool
     weighted: bool  # s_w is wanted
+    pulled: bool = False  # dx is wanted beside s_x
+    onto: bool = False  # t_y is added to what is there
     totals: bool = False  # Σq⊙x̂ and Σq are wanted, in the weight's dtype
 
     @property
@@ -444,6 +461,8 @@ class _Kind(NamedTuple):
             "TANGENT": self.tangent,
             "SOURCE": self.source,
             "WEIGHTED": self.weighted,
+            "PULLED": self.pulled,
+            "ONTO": self.onto,
         }
 
     @property
@@ -471,6 +490,8 @@ class _KernelTensors(NamedTuple):
     weight: Tensor | None
     t_y: Tensor | None
     s_x: Tensor | None
+    dx: Tensor | None
+    onto: Tensor | None
 
 
 class _StandardisationPlan(NamedTuple):
@@ -483,14 +504,14 @@ class _StandardisationPlan(NamedTuple):
 
     @classmethod
     def of(
-        cls, at: "Point", xi: Tensor | None, q: Tensor, wanted: Sequence[bool]
+        cls, at: "Point", xi: Tensor | None, q: Tensor, onto: Tensor | None, wanted: Sequence[bool]
     ) -> "_StandardisationPlan":
-        """wanted: t_y, s_x, s_w, and whether totals are."""
+        """wanted: t_y, s_x, s_w, dx, whether t_y is added to something, and whether totals are."""
         groups, x = at.groups, at.x
         if groups.kind == "channels":
             groups.per_example(x)  # says which channels do not divide
         form = groups.layout(x)
-        images, others = (x, q, xi), at[2:]
+        images, others = (x, q, xi, onto), at[2:]
         copies = not all(t is None or t.is_contiguous(memory_format=form) for t in images)
         copies = copies or not all(t is None or t.is_contiguous() for t in others)
         laid = x.contiguous(memory_format=form)
@@ -504,19 +525,22 @@ class _StandardisationPlan(NamedTuple):
 _plans: dict[Any, _StandardisationPlan] = {}
 
 
-def second(at: "Point", xi: Tensor | None, q: Tensor, mask: Sequence[bool]) -> "Three":
-    """(t_y, s_x, s_w) as in `standardise_second`; `mask` says which are wanted."""
-    t_y, s_x, s_w = _launched(at, xi, q, (*mask, False))
+def second(at: "Point", xi: Tensor | None, q: Tensor, mask: Sequence[bool]) -> "Second":
+    """(t_y, s_x, s_w, dx) as in `standardise_second`; `mask` says which are wanted."""
+    t_y, s_x, dx, s_w = _launched(at, xi, q, None, (*mask, False, False))
     if s_w is not None and at.weight is not None:
         s_w = s_w[0] if s_w.shape[0] == 1 else s_w.sum(0)
         s_w = s_w.view(at.weight.shape).to(at.weight.dtype)
-    return t_y, s_x, s_w
+    return t_y, s_x, s_w, dx
 
 
-def batch_backward(at: "Point", xi: Tensor, mask: Sequence[bool]) -> "Three":
-    """(dx, dw, db) of a batch norm; `mask` says which are wanted. Its weight is constant on each
-    group, so that dx = rP(w⊙ξ) = w⊙rP(ξ) is the tangent along ξ."""
-    dx, _, totals = _launched(at, None, xi, (mask[0], False, False, mask[1] or mask[2]))
+def batch_backward(
+    at: "Point", xi: Tensor, mask: Sequence[bool], onto: Tensor | None = None
+) -> "Three":
+    """(dx, dw, db) of a batch norm; `mask` says which are wanted, `onto` what dx is added to. Its
+    weight is constant on each group, so that dx = rP(w⊙ξ) = w⊙rP(ξ) is the tangent along ξ."""
+    wanted = (mask[0], False, False, False, onto is not None, mask[1] or mask[2])
+    dx, _, _, totals = _launched(at, None, xi, onto, wanted)
     dw, db = (None, None) if totals is None else totals
     return dx, dw if mask[1] else None, db if mask[2] else None
 
@@ -599,17 +623,22 @@ def batch_forward(
     return [y, mean, rstd, *(t for t in new if t is not None)]
 
 
-def _launched(at: "Point", xi: Tensor | None, q: Tensor, wanted: tuple[bool, ...]) -> "Three":
-    """t_y, s_x, and s_w's parts or the totals."""
+def _launched(
+    at: "Point", xi: Tensor | None, q: Tensor, onto: Tensor | None, wanted: tuple[bool, ...]
+) -> tuple[Tensor | None, ...]:
+    """t_y, s_x, dx, and s_w's parts or the totals."""
     groups, x, mean, rstd, weight = at
-    key = (groups, *wanted, *map(look, (xi, q, x, mean, rstd, weight)))
-    plan = planned(_plans, key, lambda: _StandardisationPlan.of(at, xi, q, wanted))
+    key = (groups, *wanted, *map(look, (xi, q, x, mean, rstd, weight, onto)))
+    plan = planned(_plans, key, lambda: _StandardisationPlan.of(at, xi, q, onto, wanted))
     if plan.copies:
-        x, q, xi = (t if t is None else t.contiguous(memory_format=plan.form) for t in (x, q, xi))  # type: ignore[misc]
+        images = (x, q, xi, onto)
+        x, q, xi, onto = (t if t is None else t.contiguous(memory_format=plan.form) for t in images)  # type: ignore[misc]
         mean, rstd, weight = (t if t is None else t.contiguous() for t in (mean, rstd, weight))  # type: ignore[misc]
-    t_y = torch.empty_like(x) if wanted[0] else None
-    s_x = torch.empty_like(x) if wanted[1] else None
-    return t_y, s_x, plan.run(_KernelTensors(xi, q, x, mean, rstd, weight, t_y, s_x))
+    t_y, s_x, dx = (
+        torch.empty_like(x) if want else None for want in (wanted[0], wanted[1], wanted[3])
+    )
+    call = _KernelTensors(xi, q, x, mean, rstd, weight, t_y, s_x, dx, onto)
+    return t_y, s_x, dx, plan.run(call)
 
 
 def _are_short_rows(kind: _Kind) -> bool:

@@ -35,10 +35,7 @@ from torch import Tensor
 
 from ..errors import InputError
 from ..graph import Node
-from ..penalties import (
-    Penalty,
-    SquaredNorm,
-)
+from ..penalties import Penalty, SquaredNorm
 from ..rules import Call, Rule
 from .network import (
     Motion,
@@ -160,7 +157,7 @@ class Jets:
         c = value.coefficients
         derivative = [k * part for k, part in enumerate(c)][1:]
         mid, at, slope = (
-            horner(part, _lay_new(s, c[0])) for part, s in
+            horner(part, _lay(s, c[0][None])) for part, s in
             ((c, self.mid), (c, self.at), (derivative, self.at))
         )  # fmt: skip
         return Jet(mid, at, slope.expand_as(at))
@@ -313,10 +310,6 @@ def _still(value: Tensor, place: Tensor) -> Jet:
 
 def _lay(s: Tensor, like: Tensor) -> Tensor:
     return s.reshape(-1, *(1,) * (like.dim() - 1))
-
-
-def _lay_new(s: Tensor, like: Tensor) -> Tensor:
-    return s.reshape(-1, *(1,) * like.dim())
 
 
 def _apart(values: Sequence[Jet | Shared | None]) -> tuple[list, list]:
@@ -618,7 +611,7 @@ def _curve(
     angles = math.pi * torch.linspace(0, 1, count, dtype=torch.float64)
     nodes = -torch.cos(angles) if count > 1 else torch.zeros(1, dtype=torch.float64)
     values, slopes = sample_pieces(path, sample, nodes)
-    fit = torch.linalg.inv(_vandermonde(nodes)).T
+    fit = torch.linalg.inv(nodes[:, None] ** torch.arange(count)).T
     slope_coefficients = slopes @ fit
     if exact and count > 1:  # one degree less: the last coefficient is rounding
         slope_coefficients = slope_coefficients[:, :-1]
@@ -628,10 +621,6 @@ def _curve(
         Piecewise(path, slope_coefficients, exact),
         again,
     )
-
-
-def _vandermonde(nodes: Tensor) -> Tensor:
-    return nodes[:, None] ** torch.arange(len(nodes))
 
 
 def sample_pieces(path: Path, sample: Sample, nodes: Tensor) -> tuple[Tensor, Tensor]:

@@ -30,11 +30,10 @@ from .network import (
     layer_of,
     make_network,
     mapped,
-    passes_through,
     refreshed,
     run_fixed,
 )
-from .pieces import Flips, TooManyRows, follow_chunk
+from .pieces import Flips, TooManyRows, follow_chunk, propagate
 
 # ------------------------------------------------------------------------------------------ paths
 
@@ -502,7 +501,7 @@ class _RegionRun:
     def affine(self, node: Node) -> None:
         def one(rows: Sequence, shared: Sequence) -> list:
             inputs = [r if r is not None else [s] for r, s in zip(rows, shared, strict=True)]
-            return _affine(self.network, node, inputs)
+            return propagate(self.network, node, inputs)
 
         rows = [self.values.get(v) for v in node.inputs]
         shared = [None if v in self.values else self.fixed[v] for v in node.inputs]
@@ -611,20 +610,6 @@ class _RegionRun:
             constant, p, q = (float(c[row]) for c in chosen)
             g = torch.tensor([p, q], dtype=torch.float64)
             yield Region(polygon, constant, (p, q), float((g @ gram @ g).sqrt()))
-
-
-def _affine(network: Network, node: Node, inputs: Sequence[Sequence[Tensor]]) -> list:
-    """(constant, slopes) through a node that is linear in what moves."""
-    if passes_through(node):
-        return [list(inputs[0])]
-    rule = network.rules[node.index]
-    call = network.forward(node, [c[0] for c in inputs])
-    columns = [[part] for part in (call.out if node.many else (call.out,))]
-    for k in (1, 2):
-        slope = rule.tangent(call, [c[k] if len(c) > k else None for c in inputs])
-        for column, part in zip(columns, slope if node.many else (slope,), strict=True):
-            column.append(part)
-    return columns
 
 
 def _cut(polygon: Tensor, line: Tensor, close: float) -> list[Tensor]:

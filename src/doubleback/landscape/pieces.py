@@ -350,7 +350,9 @@ def propagate(
     call = network.forward(node, [c[0] for c in inputs])
     columns = [[part] for part in (call.out if node.many else (call.out,))]
     pair = factors(rule, node)
-    degree = _product_degree(inputs, pair)
+    degree = max(len(c) for c in inputs) - 1
+    if pair is not None:
+        degree = max(degree, len(inputs[pair[0]]) + len(inputs[pair[1]]) - 2)
     for k in range(1, degree + 1):
         q = [
             c[k] if k < len(c) and (pair is None or i not in pair) else None
@@ -373,13 +375,6 @@ def propagate(
         for column, part in zip(columns, total if node.many else (total,), strict=True):
             column.append(part.expand(column[0].shape))  # the tangent of a bias may be smaller
     return columns
-
-
-def _product_degree(inputs: Sequence[Sequence[Tensor]], pair: tuple[int, int] | None) -> int:
-    single = max(len(c) - 1 for c in inputs)
-    if pair is None:
-        return single
-    return max(single, len(inputs[pair[0]]) + len(inputs[pair[1]]) - 2)
 
 
 # ---------------------------------------------------------------------------------- rows
@@ -590,7 +585,7 @@ def rival_cuts(entries: Sequence[Tensor], rows: PieceRows) -> tuple[Tensor, Tens
     found_row, found_at = [], []
     while len(row):
         just = torch.minimum(start + CLOSE, (start + end) / 2)
-        now = horner([c for c in items], just[:, None])
+        now = horner(items, just[:, None])
         winner = now.argmax(1, keepdim=True)
         lead = [c.gather(1, winner) - c for c in items]
         index, at = find_roots(lead, just[:, None], end[:, None])

@@ -270,7 +270,7 @@ def _second_of_norm(call: Applied, cotangents: Grads) -> dict[str, Any]:
     xi_bar = x_bar = w_bar = None
     if u is not None:
         wanted = (call.needs("input"), call.needs("weight"))
-        xi_bar, x_bar, w_bar = standardise_second(
+        xi_bar, x_bar, w_bar, _ = standardise_second(
             at.groups, xi, u, at.x, at.mean, at.rstd, at.weight, wanted, call.needs(name)
         )
     if call.needs(name) and (tau is not None or beta is not None):

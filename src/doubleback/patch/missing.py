@@ -9,9 +9,9 @@ The backward gives (dq, dk, dv) = (∂O)*ξ. With cotangents (u_q, u_k, u_v) of 
     ⟨u_q, dq⟩ + ⟨u_k, dk⟩ + ⟨u_v, dv⟩ = ⟨ξ, t⟩,    t the tangent of O along (u_q, u_k, u_v),
 
 so ξ̄ = t, and q̄, k̄, v̄ are the curvature sources of ``kernels.attention``. O and the log-sum-exp
-are functions of q, k, v here: their part is in q̄, k̄, v̄. The dropout of CUDA's kernels is had
-again from the random state that they kept. Third derivatives, forward mode and a bias that itself
-takes a gradient go through the unfused kernel, in memory N·M.
+are functions of q, k, v here: their part is in q̄, k̄, v̄. The dropout of CUDA's kernels is found
+by running them again from the random state that they kept. Third derivatives, forward mode and a
+bias that itself takes a gradient go through the unfused kernel, in memory N·M.
 
 Recurrent layers, LSTM, GRU and RNN of cuDNN: their backward through PyTorch's unfused cells, which
 are twice differentiable. First derivatives stay cuDNN's.

@@ -281,6 +281,11 @@ def as_norm(p: Any) -> Any:
 GPU_CHECKS = 8  # batches of labels whose range is checked on a GPU
 
 
+def _unread(y: Tensor) -> bool:
+    """Whether labels are where looking at them costs time at every step."""
+    return y.is_cuda
+
+
 class Loss(ABC):
     """One number per example: `values`; its gradient in the output; its Hessian times h."""
 
@@ -358,6 +363,8 @@ class CrossEntropy(Loss):
         else:
             axis = torch.arange(classes, device=out.device).reshape(-1, *(1,) * (out.dim() - 2))
             hot = (y.unsqueeze(1) == axis).to(dtype)
+            if _unread(y):
+                hot = torch.where(self._wrong(y, classes).unsqueeze(1), torch.nan, hot)
         if self.smoothing:
             hot = hot * (1 - self.smoothing) + self.smoothing / classes
         if not soft and (self.smoothing or 0 <= self.ignore < classes):
@@ -442,17 +449,19 @@ class CrossEntropy(Loss):
         if tuple(y.shape) != positions:
             raise LabelError(f"labels must have shape {positions}, not {tuple(y.shape)}")
 
+    def _wrong(self, y: Tensor, classes: int) -> Tensor:
+        return (y != self.ignore) & ((y < 0) | (y >= classes))
+
     def _check_range(self, y: Tensor, classes: int) -> None:
         """Labels in 0 … C−1. On a GPU the comparison stalls the queue, so only the first batches
-        are looked at."""
-        unread = y.is_meta or (y.is_cuda and self.looked_at >= GPU_CHECKS)
-        if y.numel() == 0 or unread:
+        are looked at; those after them make NaN of what is wrong."""
+        if y.numel() == 0 or y.is_meta or (_unread(y) and self.looked_at >= GPU_CHECKS):
             return
         self.looked_at += 1
         low, high = y.aminmax()
         if low >= 0 and high < classes:
             return
-        bad = (y != self.ignore) & ((y < 0) | (y >= classes))
+        bad = self._wrong(y, classes)
         if bool(bad.any()):
             raise LabelError(
                 f"labels must lie in 0 … {classes - 1} (or be ignore_index={self.ignore}); "

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from ..graph import Node, Ref
-from ..kernels import times
+from ..kernels import Gate, fused_gate, times
 from ..operators import Convolution, Dense, LocallyConnected, einsum_adjoint, einsum_parts, is_plain
 from .structures import bilinear, broadcast_adjoint, fold, generic
-from .table import Call, Rule, Tensors, aligned, named, sum_to
+from .table import Call, Rule, Tensors, Three, aligned, named, sum_to
 
 aten = torch.ops.aten
 DENSE = Dense()
@@ -270,9 +270,36 @@ def _mul() -> Rule:
     def scalar(call: Call) -> Any:
         return next(arg for arg in call.node.args if not isinstance(arg, Ref))
 
+    def fused(
+        call: Call, y: Tensor | None, q: Tensors, tangent: bool, bend: Sequence[bool],
+        pulled: Sequence[bool],
+    ) -> Gate | None:  # fmt: skip
+        """(t, sₐ, s_b, ξₐ, ξ_b) by one kernel, without broadcasting; None where there is none."""
+        left, right = call.metas
+        if left.device.type != "cuda" or left.dtype is not right.dtype:
+            return None
+        if tuple(left.shape) != tuple(right.shape):
+            return None
+        bent = (bend[0] and q[1] is not None, bend[1] and q[0] is not None)
+        reads_a = (tangent and q[1] is not None) or pulled[1]
+        reads_b = (tangent and q[0] is not None) or pulled[0]
+        values = (call.value(0) if reads_a else None, call.value(1) if reads_b else None)
+        return fused_gate((*values, *q, y), (tangent, *bent, *pulled))
+
+    def at_once(
+        call: Call, xi: Tensor, q: Tensors, wanted: Sequence[bool], need: bool,
+        pulled: Sequence[bool],
+    ) -> Three | None:  # fmt: skip
+        found = fused(call, xi, q, need, wanted, pulled) if len(call.inputs) == 2 else None
+        return None if found is None else (found[0], found[1:3], found[3:])
+
     def backward(call: Call, y: Tensor, wanted: Sequence[bool]) -> Tensors:
         if len(call.inputs) == 1:
             return (y * scalar(call),)
+        if all(wanted):
+            found = fused(call, y, (None, None), False, (False, False), wanted)
+            if found is not None:
+                return found[3:]
         return two.backward(call, y, wanted)
 
     def tangent(call: Call, q: Tensors) -> Any:
@@ -291,7 +318,7 @@ def _mul() -> Rule:
 
     return replace(
         two, backward=backward, tangent=tangent, curvature=curvature, reads_inputs=reads_inputs,
-        light=True,
+        at_once=at_once, light=True,
     )  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from ..dtypes import lifted_and_back
 from ..graph import Ref
 from ..kernels import (
     Groups,
+    adds_onto,
     attention_backward,
     attention_forward,
     attention_second,
@@ -74,35 +75,52 @@ def standardisation(
                 slots[slot] = grad
         return slots
 
-    def backward(call: Call, y: Any, wanted: Sequence[bool]) -> Tensors:
+    def pull(call: Call, y: Any, wanted: Sequence[bool], onto: Tensor | None = None) -> Tensors:
         slots = _affine(call, place)
         mask = (wanted[0], *(s is not None and wanted[s] for s in slots))
         mean, rstd = call.saved
-        grads = backward_now(groups(call), _main(call, y), _x(call), mean, rstd, weight(call), mask)
-        return spread(call, *grads)
+        at = (_x(call), mean, rstd, weight(call))
+        return spread(call, *backward_now(groups(call), _main(call, y), *at, mask, onto))
+
+    def onto(call: Call, y: Any, wanted: Sequence[bool], waiting: Tensor) -> Tensors | None:
+        return (
+            pull(call, y, wanted, waiting) if adds_onto(groups(call), _x(call), waiting) else None
+        )
 
     def tangent(call: Call, q: Tensors) -> Any:
         if _moves_parameters(q):
             return _GENERIC.tangent(call, q)
-        return both(call, None, q, (False,) * len(q), True)[0]
+        nothing = (False,) * len(q)
+        return three(call, None, q, nothing, True, nothing)[0]
 
     def both(
         call: Call, xi: Any, q: Tensors, wanted: Sequence[bool], need: bool
     ) -> tuple[Any, Tensors]:
         if _moves_parameters(q):
             return _GENERIC.both(call, xi, q, wanted, need)
+        return three(call, xi, q, wanted, need, (False,) * len(q))[:2]
+
+    def at_once(
+        call: Call, xi: Any, q: Tensors, wanted: Sequence[bool], need: bool, pulled: Sequence[bool]
+    ) -> tuple[Any, Tensors, Tensors] | None:
+        return None if _moves_parameters(q) else three(call, xi, q, wanted, need, pulled)
+
+    def three(
+        call: Call, xi: Any, q: Tensors, wanted: Sequence[bool], need: bool, pulled: Sequence[bool]
+    ) -> tuple[Any, Tensors, Tensors]:
         slot = _affine(call, place)[0]
         mask = (wanted[0], slot is not None and wanted[slot])
         mean, rstd = call.saved
-        t, s_x, s_w = second_now(
-            groups(call), _main(call, xi), tangent_of(q), _x(call), mean, rstd, weight(call), mask,
-            need,
-        )  # fmt: skip
-        return (_pack(call, t) if need else None), spread(call, s_x, s_w)
+        at = (_x(call), mean, rstd, weight(call))
+        t, s_x, s_w, dx = second_now(
+            groups(call), _main(call, xi), tangent_of(q), *at, mask, need, pulled[0]
+        )
+        rest = (None,) * (len(call.inputs) - 1)
+        return (_pack(call, t) if need else None), spread(call, s_x, s_w), (dx, *rest)
 
     return Rule(
-        Structure.STANDARDISATION, forward or run, backward, tangent, tangent_curvature=both,
-        per_example=per_example,
+        Structure.STANDARDISATION, forward or run, pull, tangent, tangent_curvature=both,
+        at_once=at_once, onto=onto, per_example=per_example,
     )  # fmt: skip
 
 

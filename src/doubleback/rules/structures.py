@@ -30,7 +30,7 @@ from torch import Tensor
 from .._torch import is_vmap_fallback_enabled, pytree, set_vmap_fallback_enabled
 from ..counting import counted, folded
 from ..dtypes import accumulation, lifted_and_back
-from ..kernels import fused_curvature
+from ..kernels import fused_bend, fused_onto
 from .table import (
     Call,
     PerExample,
@@ -525,7 +525,8 @@ def coordinatewise(
     of: what g′ and g″ are functions of: the "input", the "output", or what `forward` "saved".
     first(call, v) → g′, second(call, v) → g″ (None: piecewise linear).
     fused(call, y, v) → g′⊙y by one stock kernel.
-    kernel(call) → (name, parameters) of a fused g″⊙q⊙ξ where Triton runs.
+    kernel(call) → (name, parameters) of kernels that fuse g″⊙q⊙ξ with g′⊙q and g′⊙ξ, and g′⊙γ with
+    a sum, where Triton runs.
     """
 
     def value(call: Call) -> Tensor:
@@ -541,14 +542,28 @@ def coordinatewise(
         h = q[0]
         if not wanted[0] or h is None or second is None:
             return (None,) * len(call.inputs)
-        v = value(call)
-        if kernel is not None:
-            name, parameters = kernel(call)
-            source = fused_curvature(name, v, h, xi, *parameters)
-            if source is not None:
-                return (source, *(None for _ in call.inputs[1:]))
-        wide, back = lifted_and_back(v)
+        wide, back = lifted_and_back(value(call))
         return (back(second(call, wide) * h * xi), *(None for _ in call.inputs[1:]))
+
+    def at_once(
+        call: Call, xi: Any, q: Tensors, wanted: Sequence[bool], need: bool, pulled: Sequence[bool]
+    ) -> tuple[Any, Tensors, Tensors] | None:
+        assert kernel is not None
+        if not wanted[0] or q[0] is None:
+            return None
+        name, parameters = kernel(call)
+        found = fused_bend(name, value(call), q[0], xi, parameters, need, pulled[0])
+        if found is None:
+            return None
+        source, t, dx = found
+        rest = (None,) * (len(call.inputs) - 1)
+        return t, (source, *rest), (dx, *rest)
+
+    def onto(call: Call, y: Any, wanted: Sequence[bool], waiting: Tensor) -> Tensors | None:
+        assert kernel is not None
+        name, parameters = kernel(call)
+        added = fused_onto(name, value(call), y, waiting, parameters)
+        return None if added is None else (added, *(None for _ in call.inputs[1:]))
 
     piecewise = second is None
 
@@ -576,6 +591,8 @@ def coordinatewise(
         ),
         tangent=lambda call, q: scale(call, tangent_of(q)),
         curvature=None if piecewise else curvature,
+        at_once=None if kernel is None else at_once,
+        onto=None if kernel is None else onto,
         reads=frozenset({"input": ["inputs"], "output": ["output"], "saved": []}[of]),
         curves=(lambda i, j: False) if piecewise else (lambda i, j: True),
         seeded=broadcast(scale_seeds, None if piecewise else bend_seeds),

@@ -26,6 +26,7 @@ from ..errors import RuleError
 from ..graph import Meta, Node, Ref, map_refs
 
 Tensors = Sequence[Tensor | None]
+Three = tuple[Any, Tensors, Tensors]  # tangent, sources, cotangents of the inputs
 
 
 class Structure(Enum):
@@ -125,6 +126,12 @@ class Rule:
     curves(i, j): whether s_i depends on q_j, that is, whether ∂_i∂_jF can differ from zero.
     own: False for the generic rule, which any operator without a rule of its own runs on.
     tangent_curvature: both at once where they share work: (q_y | None, sources).
+    at_once(call, ξ, q, wanted, tangent, pulled): the same, with ξ of the `pulled` inputs, by
+        kernels in which all share passes over memory: (q_y | None, sources, ξ_u | None by slot);
+        None where there are none, and the parts above do. A product before such a node waits for
+        it with its source.
+    onto(call, y, wanted, waiting): `backward` with the first input's gradient added to `waiting`
+        in passing; None where it cannot.
     seeded: how it runs over many seeds at once (see `structures.py`); None: one after another.
     diagonal: whether ∂F is diagonal: coordinate-wise, in one activation.
     same_entries: whether y holds the entries of its first input in their order, under whatever
@@ -146,6 +153,10 @@ class Rule:
     tangent_curvature: (
         Callable[[Call, Any, Tensors, Sequence[bool], bool], tuple[Any, Tensors]] | None
     ) = None
+    at_once: (
+        Callable[[Call, Any, Tensors, Sequence[bool], bool, Sequence[bool]], Three | None] | None
+    ) = None
+    onto: Callable[[Call, Any, Sequence[bool], Tensor], Tensors | None] | None = None
     reads: frozenset[str] = frozenset({"inputs"})
     reads_inputs: Callable[[Sequence[bool]], Sequence[bool]] | None = None
     curves: Callable[[int, int], bool] = lambda i, j: True
@@ -185,12 +196,32 @@ class Rule:
         """The tangent (when asked for) and the curvature sources (when any is wanted), which come
         first: in a flat graph ξ is free before there is a tangent."""
         curve = any(wanted) and xi is not None
+        if curve and self.at_once is not None:
+            found = self.at_once(call, xi, q, wanted, tangent, (False,) * len(wanted))
+            if found is not None:
+                return found[:2]
         if curve and self.tangent_curvature is not None:
             return self.tangent_curvature(call, xi, q, wanted, tangent)
         sources: Tensors = (None,) * len(call.inputs)
         if curve and self.curvature is not None:
             sources = self.curvature(call, xi, q, wanted)
         return self.tangent(call, q) if tangent else None, sources
+
+    def all_three(
+        self,
+        call: Call,
+        xi: Any,
+        q: Tensors,
+        wanted: Sequence[bool],
+        tangent: bool,
+        pulled: Sequence[bool],
+    ) -> Three:
+        """`both`, and ξ of the `pulled` inputs."""
+        if self.at_once is not None:
+            found = self.at_once(call, xi, q, wanted, tangent, pulled)
+            if found is not None:
+                return found
+        return *self.both(call, xi, q, wanted, tangent), self.backward(call, xi, pulled)
 
 
 def light(rule: Rule) -> Rule:

@@ -9,12 +9,12 @@ copies it first.
 
 from __future__ import annotations
 
-import linecache
-import re
+import dis
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from types import CodeType
 from typing import Any
 
 import torch
@@ -310,22 +310,40 @@ def innermost(error: BaseException) -> BaseException:
     return error
 
 
-_CALL = re.compile(r"= (?:torch\.ops\.|torch\.|\w+\.)?(\w+(?:\.\w+)*)\(")
-
-
 def culprit(error: BaseException) -> str:
     """The operator that raised it: of the node that was running, or of a flat graph's line."""
     frames = []
     trace = error.__traceback__
     while trace is not None:
-        frames.append((trace.tb_frame, trace.tb_lineno))
+        frames.append((trace.tb_frame, trace.tb_lasti))
         trace = trace.tb_next
-    for frame, number in reversed(frames):
-        node = frame.f_locals.get("node")
-        if isinstance(node, Node):
-            return str(node)
-        file = frame.f_code.co_filename
-        call = _CALL.search(linecache.getline(file, number)) if file.startswith("<") else None
-        if call is not None:
-            return call[1]
+    for frame, instruction in reversed(frames):
+        for name in ("node", "step", "call"):
+            held = frame.f_locals.get(name)
+            node = getattr(held, "node", held)
+            if isinstance(node, Node):
+                return str(node)
+        generated = frame.f_code.co_filename.startswith("<") or INDUCTORS in frame.f_globals
+        name = _called(frame.f_code, instruction) if generated else None
+        if name is not None:
+            return name
     return "an operator of this step"
+
+
+INDUCTORS = "extern_kernels"  # a global of the code that Inductor writes
+
+
+def _called(code: CodeType, last: int) -> str | None:
+    """What the line of this instruction calls: of its names the first, with its attributes. The
+    text of generated code is not kept."""
+    start = max((at for at, _ in dis.findlinestarts(code) if at <= last), default=0)
+    names: list[str] = []
+    for step in dis.get_instructions(code):
+        if start <= step.offset <= last:
+            if step.opname in ("LOAD_ATTR", "LOAD_METHOD") or (
+                step.opname == "LOAD_GLOBAL" and not names
+            ):
+                names.append(step.argval)
+            elif names:
+                break
+    return ".".join(names).removeprefix("torch.").removeprefix("ops.") or None

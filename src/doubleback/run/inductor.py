@@ -327,16 +327,20 @@ def sound() -> Iterator[None]:
     And where nobody reads a tensor again, it writes into it instead of a copy, without a look at
     its strides: into an expanded one (as vmap makes of zeros) it adds for all of its rows at once.
     Nor does it look at what it writes: of a part of the same tensor it reads what was written.
+
+    The derivative of average pooling it divides by the whole window, also where `ceil_mode` lets a
+    window reach beyond the padding and the mean is that of a part: PyTorch's kernel is called then.
     """
     _keep_names()
     _keep_copies()
+    _keep_divisors()
     turn = _torch.compile_lock if _torch.before(2, 13) else nullcontext()
     with turn, _torch.inductor_config.patch(SOUND):
         yield
 
 
-# Three less than usual, so that no graph from before is found in the caches on disk.
-SOUND = {"max_fusion_size": 61}
+# Five less than usual, so that no graph from before is found in the caches on disk.
+SOUND = {"max_fusion_size": 59}
 
 
 @cache
@@ -366,6 +370,23 @@ def _keep_copies() -> None:
             return how.extra_check(node) and safe
 
         _torch.inplaceable_ops[op] = replace(how, extra_check=check)
+
+
+@cache
+def _keep_divisors() -> None:
+    for op in (aten.avg_pool2d_backward.default, aten.avg_pool3d_backward.default):
+        _keep_divisor(op)
+
+
+def _keep_divisor(op: Any) -> None:
+    written_out = _torch.lowerings[op]
+    own_kernel = _torch.fallback_handler(op, add_to_fallback_set=False)
+
+    @_torch.register_lowering(op, type_promotion_kind=None)
+    def pull(y, x, kernel, stride, padding, ceil, padding_counts, divisor=None):
+        partial = ceil and padding_counts and divisor is None
+        way = own_kernel if partial else written_out
+        return way(y, x, kernel, stride, padding, ceil, padding_counts, divisor)
 
 
 def _overlaps(node: Any) -> bool:

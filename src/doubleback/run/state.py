@@ -110,13 +110,16 @@ def _put(part: Any) -> Any:
 
 
 # Operators of functional programs that autograd has no formula for (of some at complex numbers
-# alone), as it has one; and what writes in place have become, where it draws in another order than
-# they did.
+# alone), as it has one; what writes in place have become, where it draws in another order than
+# they did; and views, since a kernel (channel_shuffle's) may lay its result out otherwise than the
+# trace saw.
 _AS_WRITTEN: dict[Any, Any] = {
     torch.ops.aten.copy.default: _copy,
     torch.ops.aten.slice_scatter.default: _put(torch.ops.aten.slice.Tensor),
     torch.ops.aten.select_scatter.default: _put(torch.ops.aten.select.int),
     torch.ops.aten.bernoulli.p: drawn_in_place,
+    torch.ops.aten.view.default: torch.reshape,
+    torch.ops.aten._unsafe_view.default: torch.reshape,
 }
 
 

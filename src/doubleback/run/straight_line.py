@@ -345,17 +345,18 @@ def _direct(graph: torch.fx.Graph) -> None:
 
 def _piece(node: torch.fx.Node) -> tuple[int, ...]:
     """(axis, start, length) of a slice without gaps, whose sizes are closed; nothing for others."""
-    x: Any = node.args[0]
-    axis, start, _, step = (*node.args[1:], *(0, None, None, 1)[len(node.args) - 1 :])
-    before, after = x.meta.get("val"), node.meta.get("val")
+    given: Any = node.args
+    options: Any = (*given[1:], *(0, None, None, 1)[len(given) - 1 :])
+    axis, start, _, step = options
+    before, after = given[0].meta.get("val"), node.meta.get("val")
     if not (isinstance(before, Tensor) and isinstance(after, Tensor)):
         return ()
     source, value = before.shape, after.shape
     if node.kwargs or step != 1 or any(type(n) is not int for n in (*source, *value, start or 0)):
         return ()
     size: int = source[axis]
-    first: Any = start or 0
-    return axis, min(max(first + size if first < 0 else first, 0), size), value[axis]  # type: ignore[return-value]
+    first = start or 0
+    return axis, min(max(first + size if first < 0 else first, 0), size), value[axis]
 
 
 def _casts(node: torch.fx.Node) -> bool:
