@@ -787,7 +787,7 @@ def test_what_can_be_captured_again_soon_is(monkeypatch):
         for _ in range(6):
             model(x, y)
         assert captured.refusal is not None and not captured.graphs
-        captured._again = model._again = 0.0  # the rest is over
+        captured._again = 0.0  # the rest is over
         monkeypatch.setattr(Branch, "forward", lambda self, x: self.head(self.inner(x)))
         for _ in range(20):
             model(x, y)
