@@ -9,6 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from doubleback.errors import InputError
 from doubleback.kernels import pointwise, second
@@ -391,3 +393,23 @@ def test_softmax_of_rows_that_are_masked_throughout():
     s[0, :2] = 0.5
     source, tangent = pointwise.launch_softmax(s, torch.ones_like(s), torch.ones_like(s), True)
     assert not source[1].any() and not tangent[1].any()
+
+
+@needs_triton
+@pytest.mark.parametrize("open_size", [False, True], ids=["one size", "sizes that change"])
+def test_what_runs_at_sizes_that_change_is_not_fused_further(open_size):
+    """A launch at a new size takes the host longer than PyTorch's kernels for the same."""
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    dynamic = StatelessSymbolicContext([DimDynamic.DYNAMIC])
+    rows = mode.from_tensor(torch.empty(6), symbolic_context=dynamic).shape[0] if open_size else 6
+    with mode:
+        a, b, q, xi = (torch.empty(rows, 4, device="cuda") for _ in range(4))
+        source = pointwise.fused_bend("silu", a, q, xi, (), False, False)
+        further = [
+            pointwise.fused_bend("silu", a, q, xi, (), True, False),
+            pointwise.fused_bend("silu", a, q, xi, (), False, True),
+            pointwise.fused_onto("silu", a, q, xi, ()),
+            pointwise.fused_gate((a, b, q, None, xi), (True, False, True, False, False)),
+        ]
+    assert source is not None and source[0].shape == a.shape
+    assert [found is None for found in further] == [open_size] * 4

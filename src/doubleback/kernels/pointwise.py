@@ -507,6 +507,12 @@ launch.opaque(
 )
 
 
+def _has_open_sizes(t: Tensor) -> bool:
+    """Whether what is recorded now will run at sizes that change: a launch at a size that was not
+    seen takes the host longer than PyTorch's kernels for the same do."""
+    return any(type(n) is not int for n in t.shape)
+
+
 def fused_bend(
     name: str, z: Tensor, h: Tensor, xi: Tensor, params: Sequence[float], tangent: bool,
     pulled: bool,
@@ -516,6 +522,8 @@ def fused_bend(
     if launch.fusing() or not launch.on_cuda(z, h, xi) or not supports(name, z, h, xi):
         return None
     if (tangent and h.dtype is not z.dtype) or (pulled and xi.dtype is not z.dtype):
+        return None
+    if (tangent or pulled) and _has_open_sizes(z):
         return None
     flat = launch.being_flattened()  # one node of the flattened sweeps
     run = torch.ops.doubleback.bend if flat else launch_bend
@@ -529,7 +537,7 @@ def fused_onto(
     """g′⊙y + there, likewise."""
     if launch.fusing() or not launch.on_cuda(z, y, there) or not supports(name, z, y, there):
         return None
-    if not z.dtype is y.dtype is there.dtype:
+    if not z.dtype is y.dtype is there.dtype or _has_open_sizes(z):
         return None
     run = torch.ops.doubleback.slope_onto if launch.being_flattened() else launch_onto
     return run(name, z, y, there, [float(p) for p in params])
@@ -745,7 +753,7 @@ def fused_gate(given: Sequence[Tensor | None], wanted: Sequence[bool]) -> Gate |
         return None
     if first.dtype not in DTYPES or any(map(is_functorch_wrapped_tensor, tensors)):
         return None
-    if not any(wanted) or not available():
+    if not any(wanted) or _has_open_sizes(first) or not available():
         return None
     wanted = [bool(want) for want in wanted]
     flat = launch.being_flattened()

@@ -542,8 +542,14 @@ def coordinatewise(
         h = q[0]
         if not wanted[0] or h is None or second is None:
             return (None,) * len(call.inputs)
-        wide, back = lifted_and_back(value(call))
-        return (back(second(call, wide) * h * xi), *(None for _ in call.inputs[1:]))
+        v, rest = value(call), (None,) * (len(call.inputs) - 1)
+        if kernel is not None:
+            name, parameters = kernel(call)
+            found = fused_bend(name, v, h, xi, parameters, False, False)
+            if found is not None:
+                return (found[0], *rest)
+        wide, back = lifted_and_back(v)
+        return (back(second(call, wide) * h * xi), *rest)
 
     def at_once(
         call: Call, xi: Any, q: Tensors, wanted: Sequence[bool], need: bool, pulled: Sequence[bool]
