@@ -27,6 +27,7 @@ from ..errors import DoublebackError
 from ..graph import Node
 from .program import Arrived, Gradients
 from .state import copies, kind, remember
+from .straight_line import OPERATORS
 
 WARM_UP = 3  # calls before capture: kernels are chosen, sweeps are flattened
 
@@ -326,7 +327,7 @@ def culprit(error: BaseException) -> str:
         generated = frame.f_code.co_filename.startswith("<") or INDUCTORS in frame.f_globals
         name = _called(frame.f_code, instruction) if generated else None
         if name is not None:
-            return name
+            return frame.f_globals.get(OPERATORS, {}).get(name, name)
     return "an operator of this step"
 
 

@@ -420,6 +420,9 @@ def _turned(node: Any) -> bool:
 _OVERLOAD = re.compile(r" = torch\.ops\.(\w+)\.(\w+)\.(\w+)\(")
 
 
+OPERATORS = "operators"  # a global of straight-line code: what its names for operators stand for
+
+
 def boxed(module: Any) -> Callable:
     """Straight-line code that takes its inputs out of a list: nobody else holds them. With `HANDED`
     in it, a generator: there it lays the gradients into that list, alone, and waits."""
@@ -447,10 +450,12 @@ def boxed(module: Any) -> Callable:
     graph.on_generate_code(lambda _: wait)
     code, constants = graph.python_code("self"), [n for n in graph.nodes if n.op == "get_attr"]
     names = dict(code.globals)
+    operators: dict[str, str] = {}
+    names[OPERATORS] = operators
 
     def bound(call: re.Match) -> str:
-        name = "_".join(call.groups())
-        names[name] = attrgetter(".".join(call.groups()))(torch.ops)._op
+        name, operator = ("_".join(call.groups()), ".".join(call.groups()))
+        names[name], operators[name] = attrgetter(operator)(torch.ops)._op, operator
         return f" = {name}("
 
     # an operator's own `__call__` is one more frame of Python
