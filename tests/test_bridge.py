@@ -191,9 +191,10 @@ def test_statistics_that_the_call_itself_updates_are_no_change():
     assert all(p.grad is not None for p in net.parameters())
 
 
-def test_inputs_from_inference_mode_are_as_good_as_others():
+@pytest.mark.parametrize("sweeps", [None, False])
+def test_inputs_from_inference_mode_are_as_good_as_others(sweeps):
     net = dense()
-    model = db.Penalised(net, db.LossGradient())
+    model = db.Penalised(net, db.LossGradient(), sweeps=sweeps)
     with torch.inference_mode():
         x, y = X.clone(), Y.clone()
     found = []
@@ -202,6 +203,20 @@ def test_inputs_from_inference_mode_are_as_good_as_others():
         (out.square().mean() + penalty).backward()
         found.append(gradients(net))
     torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize("sweeps", [True, False])
+@pytest.mark.parametrize("without", [torch.no_grad, torch.inference_mode])
+def test_the_penalty_without_gradients_is_the_same(without, sweeps):
+    """On autograd it was zero under inference_mode, where the output was held to be unused."""
+    options = {"sweeps": sweeps, "allow_unused": True}
+    model = db.Penalised(dense(), db.OutputGradient("sum"), **options)
+    slope = db.WithGradient(model.net, **options)
+    wanted = model(X)[1].detach(), slope(X)[1].detach()
+    with without():
+        found = model(X)[1], slope(X)[1]
+    assert not any(t.requires_grad or t.is_inference() for t in found)
+    torch.testing.assert_close(found, wanted)
 
 
 # ------------------------------------------------------------------------------- delivered
@@ -217,11 +232,12 @@ def test_a_tensor_in_two_places_receives_both_gradients():
         torch.testing.assert_close(noise.grad, times * expected)
 
 
+@pytest.mark.parametrize("sweeps", [None, False])
 @pytest.mark.parametrize("without", [torch.no_grad, torch.inference_mode])
-def test_accumulate_without_gradients_reaches_what_lies_before_the_sweeps(without):
+def test_accumulate_without_gradients_reaches_what_lies_before_the_sweeps(without, sweeps):
     net = dense()
     weight_norm(net[0])
-    model = db.Penalised(net, db.LossGradient())
+    model = db.Penalised(net, db.LossGradient(), sweeps=sweeps)
     model.accumulate(X, Y)
     expected = gradients(net)
     with without():

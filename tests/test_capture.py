@@ -1131,6 +1131,22 @@ def test_what_others_compile_is_read_as_before(program, monkeypatch):
     assert taught or _torch.before(2, 13)  # which has no graph of some
 
 
+@pytest.mark.parametrize("on", [True, False])
+def test_garbage_of_a_first_capture_is_left_to_python_s_collector(on, monkeypatch):
+    """Where it is switched on; where it is not, Dynamo's own collection stays."""
+    collected, collect, was = [], gc.collect, gc.isenabled()
+    (gc.enable if on else gc.disable)()
+    monkeypatch.setattr(gc, "collect", lambda *given: collected.append(given) or collect(*given))
+    before = _torch.dynamo_config.run_gc_after_compile
+    try:
+        net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+        db.WithGradient(net, sweeps=True)(torch.randn(5, 3))
+    finally:
+        (gc.enable if was else gc.disable)()
+    assert bool(collected) != on
+    assert before and _torch.dynamo_config.run_gc_after_compile
+
+
 def test_an_error_leaves_transforms_of_every_kind():
     functorch = torch._C._functorch
 

@@ -753,3 +753,42 @@ def test_third_derivatives_raise_on_autograd_too(made, sweeps):
         g = torch.autograd.grad(scale * told.sum(), weight, create_graph=True)[0]
         (found,) = torch.autograd.grad(g.sum(), scale)  # as of the weight of a penalty
         torch.testing.assert_close(found, g.sum() / scale)
+
+
+def test_hooks_of_a_caller_s_on_what_autograd_returns_come_and_go():
+    """Beside the one that refuses third derivatives."""
+    net = mlp().double()
+    model = db.Penalised(net, db.LossGradient("cross_entropy"))
+    x, y, seen = torch.randn(5, 6, dtype=torch.float64), labels((5,)), []
+    for k in range(4):
+        penalty = model(x, y)[1]
+        first, second = penalty.register_hook(seen.append), penalty.register_hook(lambda g: 2 * g)
+        if k % 2:
+            first.remove()
+        weight = net[0].weight
+        (doubled,) = torch.autograd.grad(penalty, weight, retain_graph=True)
+        second.remove()
+        (slope,) = torch.autograd.grad(penalty, weight, create_graph=True)
+        torch.testing.assert_close(doubled, 2 * slope.detach())
+        with pytest.raises(db.ThirdDerivativeError):
+            torch.autograd.grad(slope.sum(), weight)
+    assert len(seen) == 4  # twice in each call that kept it
+
+
+def test_what_can_be_captured_again_soon_is(monkeypatch):
+    """A network on autograd is asked every few calls only whether its time of rest is over."""
+    from doubleback.capture import dynamo
+
+    net = Branch(mlp(), 3)
+    model = db.Penalised(net, db.LossGradient("cross_entropy"))
+    captured, x, y = dynamo.capture_of(net), torch.randn(5, 6), labels((5,))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(6):
+            model(x, y)
+        assert captured.refusal is not None and not captured.graphs
+        captured._again = 0.0  # the rest is over
+        monkeypatch.setattr(Branch, "forward", lambda self, x: self.head(self.inner(x)))
+        for _ in range(20):
+            model(x, y)
+    assert captured.graphs == 1

@@ -447,14 +447,14 @@ def test_an_operator_without_a_rule_runs_on_the_generic_one():
     [
         (aten.unbind.int, (0,)),
         (aten.unbind.int, (-2,)),
-        (aten.split.Tensor, (2, 1)),
+        (aten.split.Tensor, (3, 1)),
         (aten.split_with_sizes.default, ([1, 3], -2)),
         (aten.chunk.default, (2, 3)),
     ],
     ids=str,
 )
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (2, 0, 3, 1), (3, 2, 1, 0), (0, 3, 1, 2)])
-@pytest.mark.parametrize("absent", [False, True])
+@pytest.mark.parametrize("absent", [None, "first", "last"])
 def test_pieces_are_joined_as_the_whole_lay_in_memory(op, arguments, order, absent):
     shape = (3, 4, 4, 2)
     laid = torch.randn([shape[axis] for axis in order], dtype=torch.float64)
@@ -464,7 +464,9 @@ def test_pieces_are_joined_as_the_whole_lay_in_memory(op, arguments, order, abse
     out, call.saved = rule.forward(call)
     pieces = [torch.randn_like(part) for part in out]
     leaf = x.clone().requires_grad_()
-    given = [None if absent and i == 0 else piece for i, piece in enumerate(pieces)]
+    given: list = list(pieces)
+    if absent:
+        given[0 if absent == "first" else -1] = None
     parts = zip(op(leaf, *arguments), given, strict=True)
     sum((part * piece).sum() for part, piece in parts if piece is not None).backward()
     (found,) = rule.backward(call, tuple(given), (True,))
@@ -486,3 +488,18 @@ def test_tangents_through_complex_views():
     """Which `check_rule` has no samples of."""
     model = db.Penalised(Complex(), db.OutputGradient(1), flatten_after=None)
     assert db.check(model, torch.randn(4, 3)).worst < 1e-10
+
+
+def test_batch_norm_reads_its_settings_where_they_stand(monkeypatch):
+    """Behind the running statistics; on a CPU nobody looks at them."""
+    seen = []
+    monkeypatch.setattr(
+        "doubleback.rules.normalisation.batch_norm_now", lambda x, w, b, *rest: seen.append(rest)
+    )
+    norm = torch.nn.BatchNorm1d(4, eps=0.25, momentum=0.5)
+    model = db.Penalised(norm, db.OutputGradient("sum"), sweeps=True, flatten_after=None)
+    model(torch.randn(3, 4))
+    (((mean, var), momentum, eps),) = seen
+    assert torch.is_tensor(mean)
+    assert torch.is_tensor(var)
+    assert (momentum, eps) == (0.5, 0.25)

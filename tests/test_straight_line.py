@@ -206,3 +206,55 @@ def test_what_a_tape_does_not_hold():
     ):
         with pytest.raises((RuntimeError, straight_line.OffTape)):
             straight_line.record(fn, [x])
+
+
+# ------------------------------------------------------------------- PyTorch's own bindings
+
+
+def pieces(x):
+    return x[1:3], x[-2:], x[:, :-1], x[:, 2:100], x[5:], x[:, -100:1], x[::2], x[:0]
+
+
+def casts(x):
+    return x.to(torch.float64), (x > 0).to(x.dtype), x.to(torch.float32, copy=True)
+
+
+def made(x):
+    axis, zeros = torch.arange(4, device=x.device), torch.zeros(2, 3, device=x.device)
+    return axis, zeros, x.new_zeros(3), torch.ones_like(x), x.new_empty(2, 0), 2 - x
+
+
+def curves(x):
+    mask = (x >= 0) & (x <= 1)
+    parts = x.softmax(1), x.log_softmax(0), torch.nn.functional.silu(x), x.masked_fill(mask, 2.0)
+    rows = torch.tensor([2, 0], device=x.device)
+    moved = x.index_add(0, rows, x[:2], alpha=2), x.index_select(0, rows)
+    return *parts, *moved, torch.nn.functional.softplus(x, 2.0, 5.0), *x.split(3)
+
+
+@pytest.mark.parametrize("fn", [pieces, casts, made, curves], ids=lambda fn: fn.__name__)
+def test_bindings_compute_what_operators_do(fn):
+    """And each is called by a binding, but for slices with gaps; results of their own memory stay
+    so."""
+    x = torch.randn(4, 5)
+    taped = straight_line.record(lambda *given: list(fn(*given)), [x])
+    run = straight_line.boxed(taped)
+    results, expected = run([x]), fn(x)
+    for a, b in zip(results, expected, strict=True):
+        assert a.shape == b.shape and a.dtype == b.dtype and a.stride() == b.stride()
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+        mine, theirs = (t.untyped_storage()._cdata == x.untyped_storage()._cdata for t in (a, b))
+        assert mine == theirs
+    overloads = [n.target for n in taped.graph.nodes if isinstance(n.target, torch._ops.OpOverload)]
+    names = [op._schema.name.removeprefix("aten::") for op in overloads]
+    kept = {pieces: ["slice"], casts: ["_to_copy"]}.get(fn, [])  # with gaps; without a cast
+    others = ("detach", "bitwise_and", "lift_fresh_copy", "silu", "split")
+    assert [name for name in names if name not in others] == kept
+
+
+def test_a_default_device_does_not_reach_into_a_replay():
+    x = torch.randn(3)
+    run = straight_line.boxed(straight_line.record(lambda x: [torch.arange(3) + x], [x]))
+    with torch.device("meta"):
+        (result,) = run([x])
+    assert result.device.type == "cpu"

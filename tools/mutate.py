@@ -60,7 +60,7 @@ FILES = [
 ]
 TESTS = (
     "test_structure", "test_penalties", "test_rules", "test_forms", "test_norms", "test_declared",
-    "test_renewal", "test_jacobian", "test_directions", "silent/test_random",
+    "test_renewal", "test_jacobian", "test_directions", "test_plan", "silent/test_random",
 )  # fmt: skip
 SLOW = 6.0  # seconds of one test, beyond which it is left out
 KEY = ("file", "function", "text", "before", "after")

@@ -310,7 +310,8 @@ class CapturedModule(nn.Module):
         way, result = self._through(run, call)
         if way is None:
             return result, told
-        result, derived = self._on_autograd(partial(self.by_autograd, call), way, call)
+        on_autograd = partial(self.by_autograd, call.for_autograd())
+        result, derived = self._on_autograd(on_autograd, way, call)
         self._shorten(args, kwargs, way)
         return result, [first_order(t) for t in derived]
 
@@ -508,15 +509,17 @@ class CapturedModule(nn.Module):
         run: until a call has gone well, buffers are put back where they do not."""
         asked = self.output, Itself(self._asked)
         unsure = self._fits != asked
-        before = [(b, b.clone()) for b in self.net.buffers() if unsure and not b.is_inference()]
+        with torch.inference_mode(False):
+            before = [(b, b.clone()) for b in self.net.buffers() if unsure and not b.is_inference()]
+        gradients = torch.is_grad_enabled()
         try:
-            with trackers_off():
+            with trackers_off(), torch.inference_mode(False), torch.set_grad_enabled(gradients):
                 result = self._with_patch(run, call) if way == "patched" else run(way)
         except Exception as error:  # the network's own error: it was not the capture's fault
             self._refusal, self._again = None, 0.0
             capture_of(self.net, self.output).refusal = None
             if isinstance(error, InputError):
-                with torch.no_grad():
+                with torch.inference_mode(False), torch.no_grad():
                     for buffer, kept in before:
                         buffer.copy_(kept)
             raise

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd import graph as autograd_graph
 
 from ._torch import compiling, peek_interpreter_stack, pytree
-from .capture import Arguments, choose_output, is_sharded, place_of, requires_grad
+from .capture import Arguments, choose_output, is_sharded, place_of, requires_grad, usable
 from .captured import (
     CapturedModule,
     Site,
@@ -378,9 +378,8 @@ class Penalised(CapturedModule):
 
         way, result = self._through(run, call)
         if way is not None:
-            return self._on_autograd(
-                partial(accumulate_on_autograd, self, call, own_loss, target, weight), way, call
-            )
+            given = call.for_autograd(), own_loss, usable(target), weight
+            return self._on_autograd(partial(accumulate_on_autograd, self, *given), way, call)
         # what lies before the sweeps receives its gradient under no_grad and inference_mode too
         with torch.inference_mode(False), no_autocast():
             deliver(pairs, lent=lent[0])

@@ -262,6 +262,10 @@ def test_a_wrong_label_where_nobody_looks_is_no_ignored_one(monkeypatch, smoothi
     """On a GPU only the first batches of labels are looked at."""
     monkeypatch.setattr(losses, "_unread", lambda y: True)
     monkeypatch.setattr(losses, "GPU_CHECKS", 0)
+    own = losses.CrossEntropy(smoothing, None, -100)
+    wide, y = torch.randn(2, 3, 2, 2), torch.tensor([[[0, 1], [2, -100]], [[0, 1], [2, 3]]])
+    assert own.values(wide, y).isnan().tolist() == [False, True]
+    assert own.gradient(wide, y).isnan().sum() == 3
     net = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
     penalty = db.LossGradient("cross_entropy", label_smoothing=smoothing)
     model = db.Penalised(net, penalty, sweeps=True)

@@ -215,3 +215,24 @@ def test_the_mean_of_a_part_of_a_window():
     given.append(numbers(3, 1, 4, 4, 4))
     found = inductor.compiled(make_fx(pull)(*given), True)(list(given))
     torch.testing.assert_close(list(found), list(pull(*given)), rtol=1e-12, atol=0)
+
+
+@compiled
+def test_a_backward_pass_is_no_graph_that_pytorch_compiled_before(monkeypatch):
+    """It is compiled when it is first called, and was looked for in the caches on disk among graphs
+    of `torch.compile`'s own, where the errors that are put right here still are."""
+    from torch._inductor import config
+    from torch._inductor.lowering import lowerings
+
+    written_out, seen = lowerings[aten.cos.default], []
+
+    def spy(x):
+        seen.append(config.max_fusion_size)
+        return written_out(x)
+
+    monkeypatch.setitem(lowerings, aten.cos.default, spy)
+    x = numbers(0, 3).requires_grad_()
+    with config.patch(fx_graph_cache=False):
+        torch.compile(lambda x: x.sin().sum(), backend="doubleback")(x).backward()
+    assert seen == [inductor.SOUND["max_fusion_size"]]
+    torch.testing.assert_close(x.grad, x.cos().detach())

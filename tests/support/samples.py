@@ -146,7 +146,7 @@ def _table() -> dict[str, list[Callable[[], tuple]]]:
     add("locally_connected.default", image, filters, [2, 1], [1, 1], [1, 3])
     for a, b in (
         (_r(3, 4), _r(4, 5)), (_r(4), _r(4)), (_r(4), _r(4, 5)), (_r(2, 3, 4), _r(4)),
-        (_r(2, 1, 3, 4), _r(5, 4, 2)), (_r(2, 3, 4), _r(4, 5)),
+        (_r(2, 1, 3, 4), _r(5, 4, 2)), (_r(2, 3, 4), _r(4, 5)), (_r(4), _r(2, 3, 4, 5)),
     ):  # fmt: skip
         add("matmul.default", a, b)
     add("mm.default", _r(3, 4), _r(4, 5))
@@ -276,6 +276,7 @@ def _shapes(add: Callable) -> None:
     add("type_as.default", x, _r(2))
     add("fill.Tensor", _r(2, 3), _r())
     add("constant_pad_nd.default", x, [1, 2, 0, 1], 0.5)
+    add("constant_pad_nd.default", x, [-1, 2], 0.5)
     add("pad.default", x, [1, 2, 0, 1], "constant", 0.5)
     add("pad.default", x, [1, 2], "reflect")
     add("pad.default", x, [1, 2], "circular")

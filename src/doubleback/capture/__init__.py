@@ -12,6 +12,7 @@ from .arguments import (
     plain,
     requires_grad,
     take_apart,
+    usable,
 )
 from .dynamo import (
     PATIENCE,

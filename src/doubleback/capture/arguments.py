@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from types import FunctionType
 from typing import Any, NoReturn
@@ -72,12 +72,22 @@ class Arguments:
         """Whether the penalty's argument at `position` asks for a gradient."""
         return requires_grad(self.extra[position])
 
+    def for_autograd(self) -> Arguments:
+        """The call with copies of inference tensors, which autograd cannot save."""
+        return replace(self, leaves=usable(self.leaves), extra=usable(self.extra))
+
     def with_x(self, x: Sequence[Tensor]) -> tuple[tuple, dict[str, Any]]:
         """The network's arguments, with `x` in the places of the penalised tensors."""
         leaves = list(self.leaves)
         for i, t in zip(self.penalised, x, strict=True):
             leaves[i] = t
         return pytree.tree_unflatten(leaves, self.spec)
+
+
+def usable(nested: Any) -> Any:
+    """Nested arguments with copies of the inference tensors in it."""
+    with torch.inference_mode(False):
+        return pytree.tree_map_only(Tensor, lambda t: t.clone() if t.is_inference() else t, nested)
 
 
 def requires_grad(nested: Any) -> bool:
@@ -184,7 +194,7 @@ class _Places:
             raise InputError("wrt counts arguments from 0")
         names = _names(self.net)
         if key in kwargs:
-            return kwargs[key]
+            return kwargs[str(key)]
         place = names.index(key) if key in names else key
         if isinstance(place, int) and place < len(own):
             return own[place]

@@ -131,11 +131,13 @@ class Capture:
         boxes = _local.boxes
         boxes.append(box)
         try:
-            known = len(self._compiled)
+            known, collects = len(self._compiled), gc.isenabled()
             function = self._function(net)
             with nullcontext() if len(self._compiled) == known else collector_off():
+                _local.collects = collects and not gc.isenabled()
                 return function(net, self.output, args, kwargs)[1]
         finally:
+            _local.collects = False
             boxes.pop()
 
     def _function(self, net: nn.Module) -> Callable:
@@ -173,8 +175,9 @@ class Capture:
         return torch.compiler.disable(call)
 
     def settings(self) -> Mapping[str, Any]:
-        """Dynamo's, for a capture."""
-        return _SETTINGS
+        """Dynamo's, for a capture. It collects garbage after each, which Python's collector is
+        about to do where it was but switched off."""
+        return {**_SETTINGS, "run_gc_after_compile": False} if _local.collects else _SETTINGS
 
     def _reckon(self, net: nn.Module, took: float) -> None:
         """After one more capture: a network that is captured at most of its calls runs on autograd
@@ -316,10 +319,12 @@ def _modes_off(box: _Box) -> Iterator[None]:
 
 
 class _Local(threading.local):
-    """Of one thread. boxes: those of its calls, the innermost last."""
+    """Of one thread. boxes: those of its calls, the innermost last; collects: whether Python's
+    collector looks for garbage as soon as a capture is over."""
 
     def __init__(self) -> None:
         self.boxes: list[_Box] = []
+        self.collects = False
 
 
 _local = _Local()

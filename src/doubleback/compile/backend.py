@@ -40,7 +40,7 @@ from ..errors import CaptureError, StaleGraphError, let_through, warn
 from ..graph import many, memory, saving_hooks_off
 from ..kernels import batched
 from ..patch import hold_patch, patched_where_known, unread_by
-from ..run import no_autocast, quiet, sound
+from ..run import SOUND, no_autocast, quiet, sound
 from .loss import held_modules
 from .region import (
     Pieces,
@@ -157,8 +157,9 @@ def _compilers(
         return _torch.backend_registry.lookup_backend("aot_eager"), None
 
     def compile_first(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable:
+        patches = {**SOUND, **inductor}  # for its backward pass too, which is compiled later
         with sound():
-            return _torch.compile_fx(module, inputs, config_patches=inductor or None)  # type: ignore[return-value]
+            return _torch.compile_fx(module, inputs, config_patches=patches)  # type: ignore[return-value]
 
     return compile_first, {**inductor, **NO_CUDA_GRAPHS}
 

@@ -282,8 +282,8 @@ GPU_CHECKS = 8  # batches of labels whose range is checked on a GPU
 
 
 def _unread(y: Tensor) -> bool:
-    """Whether labels are where looking at them costs time at every step."""
-    return y.is_cuda
+    """Whether these are labels where looking at them costs time at every step."""
+    return y.is_cuda and not y.is_floating_point()
 
 
 class Loss(ABC):
@@ -363,8 +363,6 @@ class CrossEntropy(Loss):
         else:
             axis = torch.arange(classes, device=out.device).reshape(-1, *(1,) * (out.dim() - 2))
             hot = (y.unsqueeze(1) == axis).to(dtype)
-            if _unread(y):
-                hot = torch.where(self._wrong(y, classes).unsqueeze(1), torch.nan, hot)
         if self.smoothing:
             hot = hot * (1 - self.smoothing) + self.smoothing / classes
         if not soft and (self.smoothing or 0 <= self.ignore < classes):
@@ -375,12 +373,18 @@ class CrossEntropy(Loss):
     def values(self, out: Tensor, y: Tensor) -> Tensor:
         target, logs = self._targets(out, y), torch.log_softmax(lifted(out), 1)
         # 0·log 0 = 0: logits of −∞ exclude classes
-        return per_example(-target * logs.masked_fill(target == 0, 0.0))
+        values = per_example(-target * logs.masked_fill(target == 0, 0.0))
+        if not _unread(y):
+            return values
+        wrong = self._wrong(y, out.shape[1])
+        return torch.where(wrong if y.dim() == 1 else wrong.flatten(1).any(1), torch.nan, values)
 
     def gradient(self, out: Tensor, y: Tensor) -> Tensor:
         target = self._targets(out, y)
-        s = torch.softmax(lifted(out), 1)
-        return (target.sum(1, keepdim=True) * s - target).to(out.dtype)
+        s, total = torch.softmax(lifted(out), 1), target.sum(1, keepdim=True)
+        if _unread(y):
+            total = torch.where(self._wrong(y, out.shape[1]).unsqueeze(1), torch.nan, total)
+        return (total * s - target).to(out.dtype)
 
     def _bare(self, y: Tensor) -> bool:
         """Whether PyTorch's operators take these labels, of 64 bits alone, and look at them."""
@@ -450,7 +454,7 @@ class CrossEntropy(Loss):
             raise LabelError(f"labels must have shape {positions}, not {tuple(y.shape)}")
 
     def _wrong(self, y: Tensor, classes: int) -> Tensor:
-        return (y != self.ignore) & ((y < 0) | (y >= classes))
+        return (y != self.ignore) & (y != y.clamp(0, classes - 1))
 
     def _check_range(self, y: Tensor, classes: int) -> None:
         """Labels in 0 … C−1. On a GPU the comparison stalls the queue, so only the first batches

@@ -15,7 +15,7 @@ from .bridge import (
 from .callers import CallersGradient, CallersProgram, refuse_others
 from .cuda_graphs import GraphedProgram, GraphedStep, GraphRefused
 from .flattening import Family, OpenReplay, Replay
-from .inductor import laid_out, quiet, sound
+from .inductor import SOUND, laid_out, quiet, sound
 from .program import (
     Arrived,
     First,

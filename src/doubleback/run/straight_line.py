@@ -292,8 +292,9 @@ _DIRECT = frozenset(
     ("mm", "addmm", "bmm", "baddbmm", "relu", "add", "mul", "sub", "div", "neg", "sum", "mean", "t",
      "transpose", "permute", "unsqueeze", "squeeze", "clone", "cat", "stack", "unbind",
      "native_layer_norm", "convolution", "where", "eq", "exp", "addcmul", "sigmoid", "tanh",
-     "select", "gather", "scatter_add", "le", "ge", "rsub", "masked_fill", "index_add",
-     "index_select", "_softmax", "_log_softmax", "ones_like", "zeros_like", "unsafe_split")
+     "select", "gather", "scatter_add", "le", "ge", "lt", "gt", "ne", "rsub", "masked_fill",
+     "index_add", "index_select", "_softmax", "_log_softmax", "ones_like", "zeros_like",
+     "unsafe_split")
 )  # fmt: skip
 _MADE = frozenset(("arange", "zeros", "ones", "full", "scalar_tensor"))
 # reshape: some kernels lay their results out otherwise than their fakes say (hardswish_backward at
@@ -302,9 +303,6 @@ _METHODS = {
     aten.view.default: "reshape", aten._unsafe_view.default: "reshape",
     aten.expand.default: "expand", aten.new_zeros.default: "new_zeros",
     aten.new_empty.default: "new_empty", aten.view.dtype: "view",
-}  # fmt: skip
-_ELSEWHERE = {
-    aten.softplus.default: torch.nn.functional.softplus, aten.silu.default: torch._C._nn.silu,
 }  # fmt: skip
 
 
@@ -338,8 +336,8 @@ def _direct(graph: torch.fx.Graph) -> None:
             node.target, node.args = torch.narrow, (node.args[0], *piece)
         elif node.target is aten._to_copy.default and _casts(node):
             _replace(node, graph.call_method, "to", (node.args[0], node.kwargs["dtype"]))
-        elif node.target in _ELSEWHERE:
-            node.target = _ELSEWHERE[node.target]
+        elif node.target is aten.softplus.default:
+            node.target = torch.nn.functional.softplus
         elif node.target in direct and not node.kwargs:
             node.target = direct[node.target]
     graph.eliminate_dead_code()
@@ -347,21 +345,26 @@ def _direct(graph: torch.fx.Graph) -> None:
 
 def _piece(node: torch.fx.Node) -> tuple[int, ...]:
     """(axis, start, length) of a slice without gaps, whose sizes are closed; nothing for others."""
-    x, axis, start, end, step = (*node.args, *(0, None, None, 1)[len(node.args) - 1 :])
-    source, value = x.meta.get("val"), node.meta.get("val")  # type: ignore[union-attr]
-    sizes = (*source.shape, *value.shape)  # type: ignore[union-attr]
-    if node.kwargs or step != 1 or any(type(n) is not int for n in (*sizes, axis, start or 0)):
+    given: Any = node.args
+    options: Any = (*given[1:], *(0, None, None, 1)[len(given) - 1 :])
+    axis, start, _, step = options
+    before, after = given[0].meta.get("val"), node.meta.get("val")
+    if not (isinstance(before, Tensor) and isinstance(after, Tensor)):
         return ()
-    size = source.shape[axis]  # type: ignore[union-attr, index]
-    first = min(max((start or 0) + (size if (start or 0) < 0 else 0), 0), size)  # type: ignore
-    return axis, first, value.shape[axis]  # type: ignore[union-attr, index, return-value]
+    source, value = before.shape, after.shape
+    if node.kwargs or step != 1 or any(type(n) is not int for n in (*source, *value, start or 0)):
+        return ()
+    size: int = source[axis]
+    first = start or 0
+    return axis, min(max(first + size if first < 0 else first, 0), size), value[axis]
 
 
 def _casts(node: torch.fx.Node) -> bool:
     """Whether this changes the dtype and nothing else."""
-    source, value = node.args[0].meta.get("val"), node.meta.get("val")  # type: ignore[union-attr]
-    known = isinstance(source, Tensor) and isinstance(value, Tensor)
-    return known and set(node.kwargs) == {"dtype"} and source.dtype != value.dtype
+    source: Any = node.args[0]
+    before, after = source.meta.get("val"), node.meta.get("val")
+    tensors = isinstance(before, Tensor) and isinstance(after, Tensor)
+    return tensors and set(node.kwargs) == {"dtype"} and before.dtype != after.dtype  # type: ignore[union-attr]
 
 
 _OVER_PLACES = {"mul": times_over_places, "add": plus_over_places}
@@ -500,6 +503,9 @@ def record(fn: Callable[..., Sequence[Tensor]], tensors: Sequence[Tensor]) -> Ta
     return tape.taped
 
 
+_DEVICE = torch.ops.prim.device.default
+
+
 class _Tape(TorchDispatchMode):
     """Writes down every operator that runs, with the nodes that its tensors came from."""
 
@@ -520,8 +526,10 @@ class _Tape(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func.namespace == "prim":  # a tensor's device, asked for
-            return func(*args, **kwargs)
+        if func.namespace == "prim":  # a tensor's device, which is asked for more than operators
+            t = args[0]
+            known = type(t) is FakeTensor and not t.fake_mode.in_kernel_invocation
+            return t.fake_device if known and func is _DEVICE else func(*args, **kwargs)
         if _composite(func):
             with self:
                 return func.decompose(*args, **kwargs)
