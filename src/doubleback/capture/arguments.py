@@ -338,7 +338,8 @@ def tensors_in(result: Any, choice: Any) -> list[Tensor]:
             length = result.shape[0] if result.dim() else 0
             if not -length <= key < length:
                 raise IndexError(key)
-        result = getattr(result, key) if isinstance(key, str) and not named else result[key]
+        attribute = isinstance(key, str) and not named
+        result = getattr(result, key) if attribute else result[key]  # type: ignore[reportArgumentType]
     return [result]
 
 
