@@ -33,13 +33,15 @@ def test_name(name):
         pytest.fail(f"torch {torch.__version__} has no {path}; needed: {why}")
 
 
+SAMPLES = (torch.fx.Graph().placeholder("x"), torch.ops.aten.add.Tensor)
+
+
 @pytest.mark.parametrize(
     ("owner", "attribute", "why"), _torch.ATTRIBUTES, ids=[a for _, a, _ in _torch.ATTRIBUTES]
 )
 def test_attribute(owner, attribute, why):
     found = _torch.find(owner)
-    samples = {"Node": torch.fx.Graph().placeholder("x"), "OpOverload": torch.ops.aten.add.Tensor}
-    sample = samples.get(getattr(found, "__name__", ""), found)
+    sample = next((s for s in SAMPLES if type(s) is found), found)
     # what only an object has that is hard to make here is set by its class
     there = hasattr(sample, attribute) or _sets(found, attribute)
     assert there, f"torch {torch.__version__}: {owner} has no {attribute}; needed: {why}"

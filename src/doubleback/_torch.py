@@ -560,6 +560,11 @@ ATTRIBUTES: tuple[tuple[str, str, str], ...] = (
     ("torch.nn:Module", "_compiled_call_impl", "whether `module.compile()` was called"),
     ("torch.nn:Module", "_call_impl", "calls it as it was before"),
     ("torch.autograd.function:BackwardCFunction", "_set_sequence_nr", "runs when others have run"),
+    (
+        "torch.autograd.graph:Node",
+        "_register_hook_dict",
+        "a tensor's hooks, without the handle that takes as long as a kernel",
+    ),
     ("torch.autograd.graph", "_engine_run_backward", "sees create_graph=True; saves time"),
     ("torch.autograd", "_engine_run_backward", "the same function, under its other name"),
     ("torch.autograd:Variable", "_execution_engine", "calls back after a pass, to remove a kernel"),
