@@ -1167,3 +1167,15 @@ def test_an_error_leaves_transforms_of_every_kind():
 
     x = torch.randn(3, 2)
     torch.testing.assert_close(torch.func.vmap(outer)(x), x.sin())
+
+
+class SlicedByDefault(nn.Module):
+    def forward(self, x):
+        return torch.ops.aten.slice.Tensor(x).sin()
+
+
+def test_a_slice_whose_axis_is_left_out_is_captured():
+    penalty = db.OutputGradient("sum")
+    model = db.Penalised(SlicedByDefault(), penalty, strict=True, sweeps=True)
+    x = torch.randn(4, 3, dtype=torch.float64)
+    torch.testing.assert_close(model(x)[1], x.cos().square().sum(1).mean())

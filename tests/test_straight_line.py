@@ -258,3 +258,16 @@ def test_a_default_device_does_not_reach_into_a_replay():
     with torch.device("meta"):
         (result,) = run([x])
     assert result.device.type == "cpu"
+
+
+def test_operators_whose_joined_names_are_one_stay_two():
+    """`a_b::c` and `a::b_c` are two operators, in whatever way code may call them."""
+    libraries = [torch.library.Library(n, "FRAGMENT") for n in ("dbtest_one", "dbtest")]
+    for library, name, factor in zip(libraries, ("two", "one_two"), (2.0, 3.0), strict=True):
+        library.define(f"{name}(Tensor t) -> Tensor")
+        library.impl(name, lambda t, factor=factor: t * factor, "CompositeExplicitAutograd")
+    double, triple = torch.ops.dbtest_one.two, torch.ops.dbtest.one_two
+    x = torch.randn(3)
+    graph = make_fx(lambda t: (double(t), triple(t)))(x)
+    first, second = straight_line.boxed(graph)([x])
+    assert torch.equal(first, 2 * x) and torch.equal(second, 3 * x)

@@ -803,7 +803,7 @@ def _piece(node: torch.fx.Node) -> tuple[Any, tuple[int, int]] | None:
     if kind not in (aten.select.int, aten.slice.Tensor):
         return None
     given: Any = node.args
-    x, axis, *rest = given
+    x, axis, *rest = given if len(given) > 1 else (*given, 0)
     example = x.meta.get("val") if isinstance(x, torch.fx.Node) else None
     if not isinstance(example, Tensor) or not isinstance(axis, int) or node.kwargs:
         return None

@@ -450,16 +450,17 @@ def boxed(module: Any) -> Callable:
     graph.on_generate_code(lambda _: wait)
     code, constants = graph.python_code("self"), [n for n in graph.nodes if n.op == "get_attr"]
     names = dict(code.globals)
-    operators: dict[str, str] = {}
-    names[OPERATORS] = operators
+    known: dict[str, str] = {}  # operators, and what each is called in the code
 
     def bound(call: re.Match) -> str:
-        name, operator = ("_".join(call.groups()), ".".join(call.groups()))
-        names[name], operators[name] = attrgetter(operator)(torch.ops)._op, operator
+        operator = ".".join(call.groups())
+        name = known.setdefault(operator, f"__operator_{len(known)}")
+        names[name] = attrgetter(operator)(torch.ops)._op
         return f" = {name}("
 
     # an operator's own `__call__` is one more frame of Python
     exec(_OVERLOAD.sub(bound, code.src), names)
+    names[OPERATORS] = {name: operator for operator, name in known.items()}
     held = SimpleNamespace(**{n.target: getattr(module, n.target) for n in constants})
     return MethodType(names["forward"], held)
 
