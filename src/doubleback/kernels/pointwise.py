@@ -406,12 +406,12 @@ def launch_bend(
     >>> launch_bend("softplus", z, h, xi, (1.0, 20.0))  # doctest: +SKIP
     """
     key = (name, *params, tangent, pulled, look(z), look(h), look(xi))
-    make = lambda: _PointwisePlan.of(  # noqa: E731
-        _bend_kernel, name, params, (z, h, xi), TANGENT=tangent, PULLED=pulled
+    given, flags = (z, h, xi), {"TANGENT": tangent, "PULLED": pulled}
+    plan = planned(
+        _plans, key, lambda: _PointwisePlan.of(_bend_kernel, name, params, given, **flags)
     )
-    plan = planned(_plans, key, make)
     results = [torch.empty_like(z) if want else None for want in (True, tangent, pulled)]
-    plan((z, h, xi), results)
+    plan(given, results)
     return [t for t in results if t is not None]
 
 
@@ -420,9 +420,9 @@ def launch_onto(
 ) -> Tensor:
     """g′(z)⊙y + there by one kernel, laid out like z, in z's dtype."""
     key = (name, *params, look(z), look(y), look(there))
-    make = lambda: _PointwisePlan.of(_onto_kernel, name, params, (z, y, there))  # noqa: E731
-    out = torch.empty_like(z)
-    planned(_plans, key, make)((z, y, there), [out])
+    given, out = (z, y, there), torch.empty_like(z)
+    plan = planned(_plans, key, lambda: _PointwisePlan.of(_onto_kernel, name, params, given))
+    plan(given, [out])
     return out
 
 
